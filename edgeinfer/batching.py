@@ -1,142 +1,34 @@
-"""Replies of one model: one after another by turns, or side by side in passes that they share."""
+"""Replies of one model, started one at a time or made side by side in passes that they share."""
 
 from __future__ import annotations
 
-import threading
+import math
 from collections import abc
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import replace
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
 from edgeinfer.core.errors import CapabilityError, UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Result
-from edgeinfer.lifecycle import ModelParts
+from edgeinfer.generation import TokenStream
+from edgeinfer.lifecycle import ModelLifecycle, ModelParts
+from edgeinfer.reply_decoding import GenerationRequest, require_shareable
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.decoding.scheduler import shares_passes
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS
 from edgeinfer.runtime.decoding.strategy import Evaluate, Passes
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
-from edgeinfer.runtime.system.forks import renewed_in_children
-
-if TYPE_CHECKING:
-    from edgeinfer.generation import TokenStream
-
-
-class Turn(Protocol):
-    """A reply that runs or waits for its turn."""
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether only the calling thread can still be reading it."""
-
-    def close(self) -> None:
-        """Finish it now, which takes it off the list."""
-
-    def disown(self) -> None:
-        """Leave it to the parent of this forked process."""
-
-
-class Turns:
-    """The unfinished replies of a model, of which one runs at a time. Safe from any thread."""
-
-    def __init__(self) -> None:
-        self._running: Turn | None = None
-        self._paused: list[Turn] = []
-        self.renew()
-        renewed_in_children(self)
-
-    def renew(self) -> None:
-        """Start without replies: in the child of a fork they belong to the parent."""
-        for turn in (self._running, *self._paused):
-            if turn is not None:
-                turn.disown()
-        self._lock = threading.RLock()  # a signal handler may call while its thread is in here
-        self._running, self._paused = None, []
-        self._worker: int | None = None  # the thread that has the model to itself, and how often
-        self._works = 0
-
-    @property
-    def paused(self) -> bool:
-        """Whether a reply waits to go on."""
-        return bool(self._paused)
-
-    def claim(self, turn: Turn) -> None:
-        with self._lock:
-            if self._running is turn:
-                return
-            self._require_own()
-            if self._running is not None:
-                raise UsageError("Another reply of this model is running.", "Pause, finish or close its stream first.")
-            self._running = turn
-            if turn in self._paused:
-                self._paused.remove(turn)
-
-    def pause(self, turn: Turn) -> None:
-        """Pause the running reply, so that others can run."""
-        with self._lock:
-            if self._running is turn:
-                self._running = None
-                self._paused.append(turn)
-
-    def leave(self, turn: Turn) -> None:
-        with self._lock:
-            if self._running is turn:
-                self._running = None
-            elif turn in self._paused:
-                self._paused.remove(turn)
-
-    def if_running(self, turn: Turn, act: Callable[[], None]) -> None:
-        """Call `act` if it is this reply's turn; the turn lasts at least until then."""
-        with self._lock:
-            if self._running is turn:
-                act()
-
-    def require_idle(self) -> None:
-        """End a running reply that was left unfinished; refuse where another thread may be reading it."""
-        with self._lock:
-            self._require_own()
-            running = self._running
-        if running is None:
-            return
-        if not running.abandoned:
-            raise UsageError("Another thread is running a reply of this model.", "Finish or close its stream first.")
-        running.close()
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Reserve the model for work other than replies: other threads start nothing before the block ends."""
-        self.require_idle()
-        with self._lock:
-            self._require_own()
-            if self._running is not None and self._worker is None:
-                raise UsageError("Another reply of this model is running.", "Pause, finish or close its stream first.")
-            self._worker = threading.get_ident()
-            self._works += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._works -= 1
-                if not self._works:
-                    self._worker = None
-
-    def close(self) -> None:
-        with self._lock:
-            turns = (self._running, *self._paused)
-        for turn in turns:
-            if turn is not None:
-                turn.close()
-
-    def _require_own(self) -> None:
-        if self._worker not in (None, threading.get_ident()):
-            raise UsageError("Another thread is working with this model.", "Wait for it, or load the model twice.")
-
+from edgeinfer.runtime.system.memory import allocating
+from edgeinfer.turns import Turns
 
 T = TypeVar("T")
+StreamT = TypeVar("StreamT", bound=TokenStream)
 
 # Tokens of a prompt that are worth waiting for while another reply evaluates them.
 _WORTH_WAITING = 64
@@ -159,23 +51,8 @@ class Outcome(Generic[T]):
         return cast(T, self.made)
 
 
-class Seat:
-    """What replies that the thread of a batch starts are made with: the model's own sequence, or one of several."""
-
-    parts: ModelParts | None = None
-
-    @contextmanager
-    def idle(self, model: Callable[[], AbstractContextManager[ModelParts]]) -> Iterator[ModelParts]:
-        """The parts to work with while no reply uses them."""
-        if self.parts is None:
-            with model() as parts:
-                yield parts
-        else:
-            yield self.parts
-
-
 # Makes a reply, or several one after the other: yields each stream that it starts, and goes on when that is over.
-Making = Generator["TokenStream", None, T]
+Making = Generator[TokenStream, None, T]
 
 
 class _Place:
@@ -199,7 +76,7 @@ class ReplyBatch:
 
     Args:
         model: yields the parts of the model, which are reserved until the batch is closed.
-        seat: tells the model which sequence replies are made in.
+        replies: that the model starts.
         parallel: replies side by side at most.
         inter_token_latency: as `PromptShare` takes it.
 
@@ -209,9 +86,13 @@ class ReplyBatch:
     """
 
     def __init__(
-        self, model: AbstractContextManager[ModelParts], seat: Seat, parallel: int, inter_token_latency: float | None
+        self,
+        model: AbstractContextManager[ModelParts],
+        replies: Replies,
+        parallel: int,
+        inter_token_latency: float | None,
     ) -> None:
-        self._seat = seat
+        self._replies = replies
         self._open = ExitStack()
         self._main = parts = self._open.enter_context(model)
         if not can_share(parts):
@@ -256,8 +137,8 @@ class ReplyBatch:
 
     def join(self, stream: TokenStream) -> TokenStream:
         """Have a reply that was paused go on in the sequence of the work that calls this."""
-        assert self._seat.parts is not None, "only work that was added has one"
-        stream.move(self._seat.parts)
+        assert self._replies.seated is not None, "only work that was added has one"
+        stream.move(self._replies.seated)
         return stream
 
     def run(self, makers: Iterable[Callable[[], TokenStream]]) -> list[Result]:
@@ -322,11 +203,11 @@ class ReplyBatch:
         """Let work start its next reply."""
         assert place.work is not None, "the place is busy"
         place.stream = place.prompt = None
-        before, self._seat.parts = self._seat.parts, place.parts
+        before, self._replies.seated = self._replies.seated, place.parts
         try:
             place.stream = next(place.work, None)
         finally:
-            self._seat.parts = before
+            self._replies.seated = before
             if place.stream is None:
                 self._free_place(place)
         if place.stream is not None:
@@ -385,3 +266,82 @@ def _coming(other: _Place, wanted: Ints) -> int:  # (n,)
         return 0
     common = min(shared_length(other.prompt, wanted), len(other.prompt) - 1)
     return common - other.parts.sequence.cache.length
+
+
+class Replies:
+    """Starts the replies of a model, one at a time or in a batch.
+
+    Attributes:
+        seated: the parts that the next reply is made with, where that is one of several sequences; only the thread of a
+            batch sets and reads it.
+    """
+
+    def __init__(self, lifecycle: ModelLifecycle, inter_token_latency: float | None) -> None:
+        self._lifecycle, self._latency = lifecycle, inter_token_latency
+        self.turns = Turns()
+        self.seated: ModelParts | None = None
+
+    @contextmanager
+    def idle(self) -> Iterator[ModelParts]:
+        """The model's parts, reserved and kept in memory inside the block; no reply runs."""
+        with self.turns.work(), self._lifecycle.acquire() as parts:
+            yield parts
+
+    @contextmanager
+    def working(self) -> Iterator[ModelParts]:
+        """The parts that the next reply is made with, while no reply uses them."""
+        if self.seated is not None:
+            yield self.seated
+            return
+        with self.idle() as parts:
+            yield parts
+
+    def start(self, request: GenerationRequest) -> TokenStream:
+        return self.start_as(TokenStream, request)
+
+    @allocating("The reply")
+    def start_as(
+        self, make: Callable[[ModelParts, GenerationRequest, Turns | None], StreamT], request: GenerationRequest
+    ) -> StreamT:
+        """Start a reply of a kind."""
+        self.turns.require_idle()
+        seated = self.seated  # another thread than the batch's was refused
+
+        def finished(result: Result) -> None:
+            self._lifecycle.leave()
+            if request.on_finish is not None:
+                request.on_finish(result)
+
+        parts = self._lifecycle.take()
+        try:
+            parts.sequence.check([*request.prompt, *request.reply], request.draft)
+            if seated is not None:
+                require_shareable(request.config)
+                seated.sequence.use_adapter(request.config.adapter)
+            turns = self.turns if seated is None else None
+            return make(seated or parts, replace(request, on_finish=finished), turns)
+        except BaseException:
+            self._lifecycle.leave()
+            raise
+
+    def batch(self, parallel: int, streamed: bool) -> ReplyBatch:
+        """A batch, whose prompts take precedence over the time between tokens where those are not `streamed`."""
+        latency = self._latency if streamed or self._latency is not None else math.inf
+        return ReplyBatch(self.idle(), self, parallel, latency)
+
+    def all(self, prompts: abc.Sequence[list[int]], config: GenerationConfig, parallel: int) -> list[Result]:
+        """The replies to several prompts, made side by side."""
+        require_shareable(config)
+        if parallel < 1:
+            raise UsageError(f"parallel={parallel} is out of range.", "Give 1 or more.")
+        with closing(self.batch(parallel, streamed=False)) as batch:
+            for prompt in prompts:
+                batch.check(prompt)
+
+            def reply(place: int) -> Callable[[], TokenStream]:
+                return lambda: self.start(GenerationRequest(prompt=prompts[place], config=config))
+
+            # Prompts with a common start come one after the other.
+            order = sorted(range(len(prompts)), key=lambda place: prompts[place])
+            results = dict(zip(order, batch.run(reply(place) for place in order), strict=True))
+        return [results[place] for place in range(len(prompts))]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from edgeinfer.async_replies import ReplyThread
+from edgeinfer.batching import Replies
 from edgeinfer.chat import Chat
 from edgeinfer.core.contexts import Context, UnreadContextError
 from edgeinfer.core.errors import StorageError, UsageError
@@ -21,7 +21,6 @@ from edgeinfer.core.options.types import GenerationOptions
 from edgeinfer.core.results import ContextUse, ModelInfo, Placement, Result
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelParts
-from edgeinfer.loaded import LoadedModel
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.contexts import ContextMaker
@@ -38,6 +37,9 @@ from edgeinfer.runtime.kv_cache.contexts import (
     read_rows,
 )
 from edgeinfer.runtime.kv_cache.session_file import SessionFile
+
+if TYPE_CHECKING:
+    from edgeinfer.model import Model
 
 _log = logging.getLogger("edgeinfer")
 
@@ -58,17 +60,15 @@ class ContextModel:
 
     Args:
         reply_thread: the model's thread that makes replies for event loops.
-        start: starts the model's replies.
-        reading: yields the parts that evaluate contexts, while no reply uses them.
+        replies: starts the model's.
         contexts, placement, temperature: as `Model.with_contexts` takes them.
     """
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: Model,
         reply_thread: ReplyThread,
-        start: Callable[[GenerationRequest], TokenStream],
-        reading: Callable[[], AbstractContextManager[ModelParts]],
+        replies: Replies,
         contexts: Sequence[Context | str | Path],
         placement: Placement,
         temperature: float,
@@ -78,7 +78,7 @@ class ContextModel:
         require(placement in PLACEMENTS, "placement", placement, "one of " + ", ".join(PLACEMENTS))
         require(0.1 <= temperature <= 10, "temperature", temperature, "between 0.1 and 10")
         self.reply_thread = reply_thread
-        self._model, self._start, self._reading = model, start, reading
+        self._model, self._replies = model, replies
         self._placement: Placement = placement
         self._temperature = temperature
         self._joined: dict[tuple[tuple[int, ...], str | None], JoinedContexts] = {}
@@ -106,7 +106,7 @@ class ContextModel:
             prefix = self._model.tokenize_data("\n")
         contexts = self._made(tuple(prefix), config.adapter)
         tokens = [*contexts.tokens, *ids]
-        return self._start(
+        return self._replies.start(
             GenerationRequest(prompt=tokens, config=config, started=started, continues=True, contexts=contexts)
         )
 
@@ -129,7 +129,7 @@ class ContextModel:
         config = GenerationConfig.for_chat(self._model.sampling, options)
         prefix, rest = self._model.split_chat(messages, prefill)
         contexts = self._made(tuple(prefix), config.adapter, progress)
-        return self._start(
+        return self._replies.start(
             GenerationRequest(
                 prompt=[*contexts.tokens, *rest],
                 config=config,
@@ -164,7 +164,7 @@ class ContextModel:
         if known is not None and known.tokens == whole and known.there:
             known.use = replace(known.use, evaluated=0)
             return known
-        with self._reading() as parts:
+        with self._replies.working() as parts:
             parts.sequence.use_adapter(adapter)
             reader = _Reader(parts, prefix, adapter, progress)
             rows = parts.scheduler.run(reader.read_all(list(zip(self.contexts, texts, strict=True))))

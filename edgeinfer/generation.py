@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from edgeinfer.batching import Turns
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.results import Chunk, FinishReason, MemoryUse, Result, Timings, TokenLogprob, Usage
 from edgeinfer.lifecycle import ModelParts
@@ -33,6 +32,7 @@ from edgeinfer.runtime.system.forks import keep_for_good
 from edgeinfer.runtime.system.memory import allocating, name_refusal, process_memory, proportional_bytes
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
 from edgeinfer.runtime.text.streaming import ReplyText
+from edgeinfer.turns import Turns
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts

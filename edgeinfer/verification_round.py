@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from edgeinfer.batching import Turns
 from edgeinfer.core.options import Range, require
 from edgeinfer.core.results import FinishReason
 from edgeinfer.generation import TokenStream
@@ -18,6 +17,7 @@ from edgeinfer.runtime.backends.contract import PassCancelledError, PreemptedErr
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, DraftAdvice, draft_advice
 from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.turns import Turns
 
 
 class VerificationStream(TokenStream):

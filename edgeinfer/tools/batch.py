@@ -29,7 +29,7 @@ from edgeinfer.openai.batch import BatchRequest, answer_line, damaged_line, read
 from edgeinfer.openai.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgeinfer.api import Model
+    from edgeinfer.model import Model
 
 # Bytes of a line: the longest contexts, ten million tokens, hold less text.
 _MOST_LINE = 64 * 1000**2

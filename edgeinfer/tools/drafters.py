@@ -10,10 +10,10 @@ from statistics import median
 
 import numpy as np
 
-from edgeinfer.api import Model
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Result
+from edgeinfer.model import Model
 from edgeinfer.runtime.speculation.drafters.contract import State
 from edgeinfer.runtime.speculation.drafters.method import drafter_method, drafter_methods
 from edgeinfer.runtime.tuning.search import GAIN

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-from edgeinfer.api import Model
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.options.types import GenerationOptions
 from edgeinfer.core.results import PassWork
+from edgeinfer.model import Model
 from edgeinfer.runtime.backends.wrapped import ExpertCounts
 from edgeinfer.runtime.layer_skip.reduced_compute import compute_method
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from edgeinfer.api import Model, load
+from edgeinfer.api import load
 from edgeinfer.bundle.additions import add_heads
 from edgeinfer.bundle.opening import nested_drafter, open_bundle
 from edgeinfer.core.errors import Setting, UsageError
@@ -16,6 +16,7 @@ from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.options.types import LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
+from edgeinfer.model import Model
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.verification.rule import Lesson, find_verification
 from edgeinfer.runtime.tuning.drafting_search import Sample, TuneResult, calibrate_entropy, calibrate_skips, tune
