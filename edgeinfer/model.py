@@ -215,8 +215,8 @@ class Model:
             self._template.close()
 
     def close(self) -> None:
-        """Free the model, which is unusable afterwards. Replies of other threads end as "cancelled"; other work of other
-        threads ends first, then the memory is freed."""
+        """Free the model, which is unusable afterwards. Replies of other threads end as "cancelled"; other work of
+        theirs ends first, then the memory is freed."""
         self._lifecycle.shut()
         self._replies.turns.close()
         self.reply_thread.close()
