@@ -68,12 +68,6 @@ class Pass:
     gains: tuple[float, ...] | None = None  # (S,)
 
     @property
-    def plain(self) -> bool:
-        """Whether the whole model runs over tokens that follow each other."""
-        special = self.tree is not None or self.layer_mask is not None or self.hidden is not None
-        return not special and self.experts is None and self.planes == 2
-
-    @property
     def is_chain(self) -> bool:
         """Whether each row follows the one before it, so that the rows may as well be evaluated in several passes."""
         return self.tree is None and self.block is None
@@ -278,10 +272,10 @@ def check_pass(backend: Backend, cache: KVCache, batch: Pass) -> None:
         raise BackendError(f"Logit rows {wanted} are outside a pass of {size} tokens.")
     if not 0 <= min(ids) <= max(ids) < backend.geometry.vocab_size:
         raise BackendError(f"A token id is outside the vocabulary of {backend.geometry.vocab_size}.")
-    if batch.plain:
+    tree, layer_mask, hidden, planes, experts = batch.tree, batch.layer_mask, batch.hidden, batch.planes, batch.experts
+    if tree is None and layer_mask is None and hidden is None and planes == 2 and experts is None:
         return
-    tree, layer_mask, hidden = batch.tree, batch.layer_mask, batch.hidden
-    planes, experts, can = batch.planes, batch.experts, backend.capabilities
+    can = backend.capabilities
     refused = {
         "skip layers": layer_mask is not None and not can.layer_skip,
         "resume from hidden states": hidden is not None and not can.hidden,

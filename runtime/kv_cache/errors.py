@@ -33,10 +33,12 @@ class AttentionError:
 
 def attention_errors(bundle: Bundle, texts: Sequence[Sequence[int]]) -> list[AttentionError]:
     """The errors of every type of cache, over the tokens of all texts."""
-    probe = _Probe(bundle, max(map(len, texts)), [codec for codec in ROW_CODECS.values() if codec.name != FLOAT32])
+    capacity = max(map(len, texts))
+    probe = _Probe(bundle, capacity, [codec for codec in ROW_CODECS.values() if codec.name != FLOAT32])
+    cache = probe.new_sequence(capacity)
     for text in texts:
-        probe.cache.trim(0)
-        probe.forward(Pass(np.array(text, np.int64), np.arange(len(text)), np.zeros(0, np.int64)))
+        cache.trim(0)
+        probe.forward([(cache, Pass(np.array(text, np.int64), np.arange(len(text)), np.zeros(0, np.int64)))])
     shares = {kv: np.sqrt(squares / probe.squares) for kv, squares in probe.differences.items()}
     probe.close()
     return [AttentionError(kv, tuple(map(float, share))) for kv, share in shares.items()]

@@ -116,15 +116,11 @@ class PagedBackend(GraphBackend):
         self._windows, self.head_apart, self.shows_states = windows, False, False
 
     def forward(self, passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
+        if len(passes) == 1:
+            return [self._forward_alone(*passes[0])]
         own = [(self._own(cache), batch) for cache, batch in passes]
         for cache, batch in own:
             check_pass(self, cache, batch)
-        if len(own) == 1:
-            ((cache, batch),) = own
-            output = self._evaluate(own, _placed(cache, batch) if cache.shift else batch)
-            cache.advance(len(batch.tokens))
-            self._show(cache, batch, output)
-            return [output]
         if len({id(cache) for cache, _ in own}) != len(own):
             raise BackendError("A sequence can be in a pass only once.")
         whole = self._evaluate(own, _joined([_placed(cache, batch) for cache, batch in own]))
@@ -140,6 +136,22 @@ class PagedBackend(GraphBackend):
         for (cache, batch), output in zip(own, outputs, strict=True):
             self._show(cache, batch, output)
         return outputs
+
+    def _forward_alone(self, cache: KVCache, batch: Pass) -> PassResult:
+        cache, size = self._own(cache), len(batch.tokens)
+        check_pass(self, cache, batch)
+        placed = _placed(cache, batch) if cache.shift else batch
+        if batch.tree is None and size >= self._least and self._windows is None:
+            cache.prepare(size)
+            if cache.state is not None:
+                cache.state.prepare(cache.length, size, size, chain=True, whole=_whole(batch))
+            output = self._run((cache,), placed, 0, None)
+        else:
+            output = self._evaluate([(cache, placed)], placed)
+        cache.advance(size)
+        if self.observers:
+            self._show(cache, batch, output)
+        return output
 
     def _own(self, cache: KVCache) -> PagedCache:
         if not isinstance(cache, PagedCache) or cache.pool is not self.pool:
@@ -198,7 +210,8 @@ class PagedBackend(GraphBackend):
             self._paths.tell_chain(first.length, size)
         if self._adapters is not None:
             self._tell_adapters(caches, [len(each) for each in paths] if paths is not None else [size])
-        self._bind_sequences(step, caches)
+        if len(caches) > 1 or step.bound is not first.table:
+            self._bind_sequences(step, caches)
         self._session.run(step.binding)
         return self._output(step, size, len(batch.rows))
 
@@ -208,8 +221,6 @@ class PagedBackend(GraphBackend):
 
     def _bind_sequences(self, step: BoundPass, caches: Sequence[PagedCache]) -> None:
         first = caches[0]
-        if len(caches) == 1 and step.bound is first.table:
-            return
         # Of a single sequence they are read where they lie.
         tables = first.table[None] if len(caches) == 1 else _tables_of(caches)
         bind_input(step.binding, graph.KV_PAGES, tables)
