@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult
 
 B = TypeVar("B", bound=Backend)
 
@@ -22,8 +25,20 @@ class Alone(Generic[B]):
     def forward(self, batch: Pass) -> PassResult:
         return self.model.forward([(self.cache, batch)])[0]
 
+    def forward_together(self, passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
+        return self.model.forward(passes)
+
+    def head(self, hidden: Floats) -> Floats:  # (R, D) -> (R, V)
+        return self.model.head(self.cache, hidden)
+
     def use_adapter(self, name: str | None) -> None:
         self.cache.adapter = name
 
     def close(self) -> None:
         self.model.close()
+
+
+def restore(cache: KVCache, snapshot: CacheSnapshot) -> None:
+    """Put rows in the place of all."""
+    cache.trim(0)
+    cache.append(snapshot)

@@ -27,6 +27,7 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, Pass, PassResult
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from tests.alone import Alone
 from tests.cache import made
 from tests.export.passes import TOKENS, feeds, pool
 from tests.factories import MIXTURES, make_block_ffn_checkpoint, make_checkpoint
@@ -75,8 +76,8 @@ def distance(bundle: Bundle, **options: Any) -> float:
     """How far the kernel's logits are from the reference's, which computes without rounding activations."""
     require_kernel()
     given = Pass(TOKENS, ROWS, ROWS, **options)
-    wanted = ReferenceBackend(bundle, CAPACITY).forward(given).logits
-    found = PagedBackend(bundle, CAPACITY).forward(given).logits
+    wanted = Alone(ReferenceBackend(bundle, CAPACITY), CAPACITY).forward(given).logits
+    found = Alone(PagedBackend(bundle, CAPACITY), CAPACITY).forward(given).logits
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
@@ -162,7 +163,7 @@ class Graph:
 
 
 def reference(bundle: Bundle, **options: Any) -> PassResult:
-    return ReferenceBackend(bundle, CAPACITY).forward(Pass(TOKENS, ROWS, ROWS, **options))
+    return Alone(ReferenceBackend(bundle, CAPACITY), CAPACITY).forward(Pass(TOKENS, ROWS, ROWS, **options))
 
 
 def distance_of(actual: Array, wanted: Array) -> float:

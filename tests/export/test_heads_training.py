@@ -22,12 +22,13 @@ from edgeinfer.export.training.routers import RoutersOptions
 from edgeinfer.export.training.text import TokenFile, write_tokens
 from edgeinfer.export.training.trainer import Trainer, TrainOptions
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, Pass
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.research.heads import StateDrafter
 from edgeinfer.runtime.research.hydra import HydraDrafter
 from edgeinfer.runtime.research.medusa import MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Round, Verdict
+from tests.alone import Alone
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
@@ -99,14 +100,14 @@ def test_heads_that_draft_are_those_that_were_trained(
     text: TokenFile,
     bundle: Bundle,
     kind: str,
-    drafting: Callable[[Backend, Heads], StateDrafter],
+    drafting: Callable[[Alone[Any], Heads], StateDrafter],
     tokens: int | None,
 ) -> None:
     task = replace(KINDS[kind], tokens=tokens).task(target, (text,))
     train(task)
     found = read_heads(add_heads(bundle.path, task.heads({"text": "a rule"})), kind)
     assert found is not None and found.notes == {"text": "a rule"}
-    backend = ReferenceBackend(bundle, 64)
+    backend = Alone(ReferenceBackend(bundle, 64), 64)
     guesser = drafting(backend, found)
     # The last token is one that is not guessed, and so unknown to Hydra.
     said = [*TEXT[:10], 300]

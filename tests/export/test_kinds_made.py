@@ -14,6 +14,7 @@ from edgeinfer.quant.policy import QuantPlan, QuantScheme, formats_for
 from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from tests.alone import Alone
 from tests.factories import make_checkpoint
 
 TOKENS = np.random.default_rng(0).integers(0, 320, 12)
@@ -34,6 +35,9 @@ def test_what_plans_may_choose_runs(width: int, tmp_path: Path, monkeypatch: pyt
         made = f"{scheme.kind or 'own'}-{scheme.bits}-{scheme.block_size}"
         bundle = open_bundle(export_checkpoint(tmp_path / "in", tmp_path / made, config))
         given = Pass(TOKENS, np.arange(len(TOKENS)), np.arange(len(TOKENS)))
-        expected, found = (b.forward(given).logits for b in (ReferenceBackend(bundle, 16), PagedBackend(bundle, 16)))
+        expected, found = (
+            b.forward(given).logits
+            for b in (Alone(ReferenceBackend(bundle, 16), 16), Alone(PagedBackend(bundle, 16), 16))
+        )
         error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
         assert np.median(error) < 0.06, (made, error)

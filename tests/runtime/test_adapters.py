@@ -19,6 +19,7 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+from tests.alone import Alone
 from tests.cache import made
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, checkpoint_of
@@ -82,11 +83,11 @@ def peft_logits(variant: str, adapter: Path) -> NDArray[np.float32]:  # (S, V)
     return logits
 
 
-def backend_with(variant: str, config: ExportConfig, *adapters: Path) -> PagedBackend:
+def backend_with(variant: str, config: ExportConfig, *adapters: Path) -> Alone[PagedBackend]:
     require_kernel()
     bundle = bundle_of(variant, config, **SHAPES.get(variant, {}))
     packed = pack_adapters(bundle.manifest, {f"a{i}": str(path) for i, path in enumerate(adapters)})
-    return PagedBackend(bundle, 64, adapters=packed, threads=2)
+    return Alone(PagedBackend(bundle, 64, adapters=packed, threads=2), 64)
 
 
 def chain(tokens: NDArray[np.int64], start: int = 0) -> Pass:
@@ -94,7 +95,7 @@ def chain(tokens: NDArray[np.int64], start: int = 0) -> Pass:
     return Pass(tokens, np.arange(start, start + size), np.arange(size))
 
 
-def logits_of(backend: PagedBackend, name: str | None) -> NDArray[np.float32]:
+def logits_of(backend: Alone[PagedBackend], name: str | None) -> NDArray[np.float32]:
     backend.cache.clear()
     backend.use_adapter(name)
     return backend.forward(chain(TOKENS)).logits.copy()

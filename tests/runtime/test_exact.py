@@ -20,6 +20,7 @@ from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
+from tests.alone import Alone, restore
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, depths, feed, make_graph_backend
 
@@ -51,7 +52,7 @@ EXPORTS = {
 class Exact:
     """An exact backend and what it gives for TEXT in one pass."""
 
-    backend: GraphBackend
+    backend: Alone[GraphBackend]
     logits: NDArray[np.float32]  # (S, V)
     cache: CacheSnapshot
 
@@ -113,9 +114,9 @@ def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     # They come back whole and in pieces.
     first, second = backend.cache.snapshot(0, CONTEXT), backend.cache.snapshot(CONTEXT)
     backend.cache.trim(CONTEXT)
-    backend.cache.restore(exact.cache)
+    restore(backend.cache, exact.cache)
     assert same_cache(backend.cache.snapshot(), exact.cache)
-    backend.cache.restore(first)
+    restore(backend.cache, first)
     backend.cache.append(second)
     assert same_cache(backend.cache.snapshot(), exact.cache)
 
@@ -153,7 +154,7 @@ class Text:
 class Company:
     """A backend, the prompt that all texts begin with, and what chains of their own give."""
 
-    def __init__(self, backend: PagedBackend, prompt: NDArray[np.int64]) -> None:
+    def __init__(self, backend: Alone[PagedBackend], prompt: NDArray[np.int64]) -> None:
         self.backend, self.start = backend, len(prompt)
         backend.cache.clear()
         backend.forward(Pass(prompt, np.arange(len(prompt)), np.zeros(0, np.int64)))
@@ -233,7 +234,7 @@ def change(company: Company, texts: list[Text], random: np.random.Generator) -> 
     elif what == "restore":
         kept_rows, kept_places, snapshot = list(text.rows), list(text.places), text.cache.snapshot()
         company.feed([draw(company, text, random, 3)])
-        text.cache.restore(snapshot)
+        restore(text.cache, snapshot)
         text.rows, text.places = kept_rows, kept_places
 
 
@@ -242,17 +243,17 @@ def change(company: Company, texts: list[Text], random: np.random.Generator) -> 
     params=[(model, kv, threads) for model in MODELS for kv in PAGED_KV for threads in (1, 2)],
     ids=lambda p: f"{p[0]}-{p[1]}-threads-{p[2]}",
 )
-def backend(request: pytest.FixtureRequest) -> Iterator[PagedBackend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Alone[PagedBackend]]:
     require_kernel()
     model, kv, threads = request.param
     variant, config, settings = MODELS[model]
     bundle = bundle_of(variant, config, **SIZES, **settings, max_position_embeddings=CAPACITY)
-    backend = PagedBackend(bundle, CAPACITY, threads=threads, kv=kv, pages=200)
+    backend = Alone(PagedBackend(bundle, CAPACITY, threads=threads, kv=kv, pages=200), CAPACITY)
     yield backend
     backend.close()
 
 
-def test_a_row_depends_on_its_path_alone(backend: PagedBackend) -> None:
+def test_a_row_depends_on_its_path_alone(backend: Alone[PagedBackend]) -> None:
     random = np.random.default_rng(23)
     for length in PROMPTS:
         prompt = random.integers(0, VOCABULARY, length)

@@ -7,7 +7,7 @@ import itertools
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +24,8 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import BackendError, CapabilityError, StorageError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import Backend, Pass, PassCancelledError, PassResult
-from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.backends.onnx.windowed import ReadAhead, StreamedBackend
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError, PassResult
+from edgeinfer.runtime.backends.onnx.windowed import ReadAhead
 from edgeinfer.runtime.loading.registry import plan_input_of
 from edgeinfer.runtime.planning import planner
 from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration
@@ -46,8 +45,10 @@ from edgeinfer.runtime.weights.streaming import (
     window_bytes,
 )
 from edgeinfer.runtime.weights.weight_pages import WeightPart
+from tests.alone import Alone
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, depths, make_graph_backend, passes
+from tests.windowed import stream_layers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are counted on Linux alone")
 
@@ -62,7 +63,7 @@ def small(layout: Layout) -> Bundle:
     return bundle_of("qwen2", config, hidden_size=128, num_hidden_layers=LAYERS)
 
 
-Pair = tuple[Backend, Backend]
+Pair = tuple[Alone[Any], Alone[Any]]
 
 
 @pytest.fixture(scope="module", params=[(3, 0), (1, 2), (LAYERS, 0)], ids=str)
@@ -71,7 +72,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     window, kept = request.param
     require_kernel()
     plain, inner = (make_graph_backend(small(NATIVE), CAPACITY) for _ in range(2))
-    streamed = StreamedBackend(inner, window, kept_layers=kept, room=0 if kept else None)
+    streamed = stream_layers(inner, window, kept_layers=kept, room=0 if kept else None)
     yield streamed, plain
     plain.close()
     streamed.close()
@@ -118,40 +119,29 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
     same_cache(pair)
 
 
-class _Inner:
-    """Cancels, or fails, in the middle of a pass."""
-
-    def __init__(self, backend: GraphBackend, act: Callable[[int], None]) -> None:
-        self._backend, self._act, self._count = backend, act, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def forward(self, batch: Pass) -> PassResult:
-        step = self._backend.forward(batch)
-        self._count += 1
-        self._act(self._count)
-        return step
-
-
 @pytest.mark.parametrize("kind", ["cancelled", "failed"])
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_pass_that_ends_early_does_not_change_the_cache(monkeypatch: pytest.MonkeyPatch, kind: str, at: int) -> None:
     require_kernel()
     inner = make_graph_backend(small(NATIVE), CAPACITY)
-    streamed = StreamedBackend(inner, 1)
+    streamed = stream_layers(inner, 1)
     tokens = np.array([3, 4, 5, 6])
     wanted = streamed.forward(Pass(tokens, np.arange(4), np.arange(4))).logits.copy()
     streamed.cache.trim(2)
     before = streamed.cache.snapshot()
 
-    def act(count: int) -> None:
+    windows, run = [], inner.model._session.run
+
+    def act(binding: Any) -> None:
+        run(binding)
+        windows.append(binding)
+        count = len(windows)
         if count == at and kind == "failed":
             raise BackendError("no")
         if count == at:
             streamed.cancel()
 
-    monkeypatch.setattr(streamed, "_inner", _Inner(inner, act))
+    monkeypatch.setattr(inner.model._session, "run", act)
     with pytest.raises(PassCancelledError if kind == "cancelled" else BackendError):
         streamed.forward(Pass(tokens[2:], np.array([2, 3]), np.array([1])))
     assert streamed.cache.length == 2
@@ -166,7 +156,7 @@ def test_a_pass_that_ends_early_does_not_change_the_cache(monkeypatch: pytest.Mo
 
 def test_what_it_refuses(pair: Pair) -> None:
     with pytest.raises(CapabilityError, match="cannot be streamed"):
-        StreamedBackend(make_graph_backend(small(PORTABLE), CAPACITY), 1)
+        stream_layers(make_graph_backend(small(PORTABLE), CAPACITY), 1)
     length = pair[0].cache.length
     with pytest.raises(BackendError, match="outside a pass"):
         pair[0].forward(Pass(np.array([1]), np.array([length]), np.array([1])))
@@ -182,7 +172,7 @@ def test_only_a_window_is_resident() -> None:
     inner = make_graph_backend(bundle, CAPACITY)
     whole = sum(t.nbytes for t in tensors if t.name != "embed")
 
-    def resident(backend: Backend) -> int:
+    def resident(backend: Alone[Any]) -> int:
         backend.forward(Pass(np.array([3, 4]), np.arange(2), np.array([1])))
         backend.cache.trim(0)
         return process_memory().file
@@ -190,7 +180,7 @@ def test_only_a_window_is_resident() -> None:
     inner.forward(Pass(np.array([3, 4]), np.arange(2), np.array([1])))
     inner.cache.trim(0)
     all_resident = resident(inner)
-    streamed = StreamedBackend(inner, 1)
+    streamed = stream_layers(inner, 1)
     left = resident(streamed)
     assert all_resident - left > 0.7 * whole
     most = 0
@@ -221,7 +211,7 @@ def test_the_head_is_dropped_while_it_is_read(threads: int, window: int) -> None
     wanted = inner.forward(batch).logits.copy()
     whole = process_memory().file
     inner.cache.trim(0)
-    streamed = StreamedBackend(inner, window)
+    streamed = stream_layers(inner, window)
     streamed.forward(batch)
     streamed.cache.trim(0)
     before = process_memory().file
@@ -267,7 +257,7 @@ def test_what_the_disk_gives_is_measured_by_passes(monkeypatch: pytest.MonkeyPat
     assert inner.pages is not None
     path = inner.pages.path
     for keeps, rate in ((False, None), (True, 400_000_000)):
-        streamed = StreamedBackend(inner, 2, disk_rate.DiskMeter(path, keeps=keeps))
+        streamed = stream_layers(inner, 2, disk_rate.DiskMeter(path, keeps=keeps))
         assert disk_rate.kept_rate(path) is None
         for _ in passes:
             streamed.cache.trim(0)
@@ -402,7 +392,7 @@ def test_passes_drop_the_same_windows_again_and_again(monkeypatch: pytest.Monkey
     room = weights - min(sizes) // 2  # less than a window too little, and two are there at once
     chosen = dropped_windows(sizes, weights, room)
     assert chosen == (0, 1, 2)
-    streamed = StreamedBackend(inner, 1, kept_layers=1, room=room)
+    streamed = stream_layers(inner, 1, kept_layers=1, room=room)
     batch = Pass(np.array([5, 6]), np.arange(2), np.array([1]))
     for _ in range(3):
         streamed.cache.trim(0)

@@ -33,6 +33,7 @@ from edgeinfer.runtime.devices import providers
 from edgeinfer.runtime.devices.arrays import DeviceArray, device_value, device_zeros
 from edgeinfer.runtime.devices.providers import CPU, STATIC_ONLY, Device
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
+from tests.alone import Alone
 from tests.devices import STANDIN, TOKENS, feed, lacking, talk
 from tests.speculation import random_bundle
 from tests.tables import each_row
@@ -48,7 +49,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture
-def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Device], OnnxBackend]]:
+def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Device], Alone[OnnxBackend]]]:
     """Makes a backend on a device; memory elsewhere than the process's is played by that of onnxruntime."""
     real, made = device_arrays.device_value, []
 
@@ -62,8 +63,8 @@ def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     for module in (device_arrays, graph_backend):
         monkeypatch.setattr(module, "device_value", value)
 
-    def new(device: Device, **options: Any) -> OnnxBackend:
-        made.append(OnnxBackend(bundle, CAPACITY, exact=False, device=device, **options))
+    def new(device: Device, **options: Any) -> Alone[OnnxBackend]:
+        made.append(Alone(OnnxBackend(bundle, CAPACITY, exact=False, device=device, **options), CAPACITY))
         return made[-1]
 
     yield new
@@ -72,21 +73,21 @@ def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 
 
 @pytest.mark.parametrize("device", [STANDIN, TWO_COPIES, ELSEWHERE], ids=["in place", "two copies", "own memory"])
-def test_numbers_equal_the_cpus(make: Callable[..., OnnxBackend], device: Device) -> None:
+def test_numbers_equal_the_cpus(make: Callable[..., Alone[OnnxBackend]], device: Device) -> None:
     there, here = make(device), make(CPU)
     check_first_pass(there, device)
     assert there.cache.length == 0
     assert all(np.array_equal(*pair) for pair in zip(talk(there), talk(here), strict=True))
 
 
-def test_bytes_of_a_devices_own_memory_are_not_the_processs(make: Callable[..., OnnxBackend]) -> None:
+def test_bytes_of_a_devices_own_memory_are_not_the_processs(make: Callable[..., Alone[OnnxBackend]]) -> None:
     row = make(CPU).geometry.kv_bytes_per_token("float32")
     assert make(STANDIN).nbytes()["kv"] == CAPACITY * row
     assert make(TWO_COPIES).nbytes()["kv"] == 2 * CAPACITY * row
     assert make(ELSEWHERE).nbytes()["kv"] == 0
 
 
-def test_what_kernels_lack_is_no_capability(make: Callable[..., OnnxBackend]) -> None:
+def test_what_kernels_lack_is_no_capability(make: Callable[..., Alone[OnnxBackend]]) -> None:
     whole, there, copied = (make(device).capabilities for device in (CPU, STANDIN, TWO_COPIES))
     assert whole.tree and whole.exact and whole.layer_skip and whole.hidden
     assert not there.tree and not there.exact and there.layer_skip and there.hidden
@@ -94,7 +95,7 @@ def test_what_kernels_lack_is_no_capability(make: Callable[..., OnnxBackend]) ->
     assert make(lacking(tree_bias=True)).capabilities.tree
 
 
-def test_trees_are_refused_where_rows_have_no_places_of_their_own(make: Callable[..., OnnxBackend]) -> None:
+def test_trees_are_refused_where_rows_have_no_places_of_their_own(make: Callable[..., Alone[OnnxBackend]]) -> None:
     backend = make(STANDIN)
     feed(backend, TOKENS[:4])
     tree = np.array([-1, -1], np.int64)
@@ -102,7 +103,7 @@ def test_trees_are_refused_where_rows_have_no_places_of_their_own(make: Callable
         backend.forward(Pass(np.array([1, 2]), np.array([4, 4]), np.array([0, 1]), tree=tree))
 
 
-def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., OnnxBackend]) -> None:
+def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., Alone[OnnxBackend]]) -> None:
     outputs = []
     for device in (STANDIN, CPU):
         backend = make(device)
@@ -121,12 +122,12 @@ def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., OnnxBacken
 
 
 def test_a_first_pass_without_numbers_is_a_failure(
-    make: Callable[..., OnnxBackend], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Alone[OnnxBackend]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, forward = make(STANDIN), OnnxBackend.forward
     wrong = iter([np.nan, np.inf])
 
-    def spoilt(self: OnnxBackend, *args: Any, **options: Any) -> Any:
+    def spoilt(self: Alone[OnnxBackend], *args: Any, **options: Any) -> Any:
         out = forward(self, *args, **options)
         out.logits[0, 3] = next(wrong)
         return out

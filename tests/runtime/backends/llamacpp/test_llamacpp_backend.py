@@ -19,6 +19,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
+from tests.alone import Alone
 from tests.runtime.backends.llamacpp.conftest import CAPACITY, Q4_0
 from tests.runtime.backends.llamacpp.models import Shape
 from tests.runtime.interrupts import elsewhere
@@ -36,7 +37,7 @@ TEXT = np.random.default_rng(1).integers(0, 250, CAPACITY)
 
 
 def feed(
-    backend: LlamaCppBackend, tokens: Sequence[int] | NDArray[Any], rows: Sequence[int] | None = None
+    backend: Alone[LlamaCppBackend], tokens: Sequence[int] | NDArray[Any], rows: Sequence[int] | None = None
 ) -> Floats:  # (R, V)
     size = len(tokens)
     positions = np.arange(backend.cache.length, backend.cache.length + size)
@@ -60,14 +61,14 @@ def test_any_division_into_passes(make_backend: Make, kv: str) -> None:
 
 
 @pytest.fixture
-def two(make_backend: Make) -> tuple[LlamaCppBackend, LlamaCppBackend]:
+def two(make_backend: Make) -> tuple[Alone[LlamaCppBackend], Alone[LlamaCppBackend]]:
     return make_backend(kv="float32"), make_backend(kv="float32")
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chain=st.lists(st.tuples(st.integers(1, 9), st.integers(0, CAPACITY)), max_size=8))
 def test_any_chain_of_passes_and_cuts(
-    two: tuple[LlamaCppBackend, LlamaCppBackend], chain: list[tuple[int, int]]
+    two: tuple[Alone[LlamaCppBackend], Alone[LlamaCppBackend]], chain: list[tuple[int, int]]
 ) -> None:
     backend, straight = two
     backend.cache.trim(0)
@@ -336,7 +337,7 @@ def test_a_file_that_llama_cannot_load(gguf_bundle: Callable[..., Bundle], tmp_p
     from edgeinfer.bundle.opening import open_bundle
 
     with pytest.raises(BundleError, match=r"llama.cpp cannot load .*ffn_down"):
-        LlamaCppBackend(open_bundle(broken), 8)
+        Alone(LlamaCppBackend(open_bundle(broken), 8), 8)
 
 
 def test_fewer_experts(make_backend: Make) -> None:
@@ -346,7 +347,7 @@ def test_fewer_experts(make_backend: Make) -> None:
     assert close(feed(make_backend(shape, expert_count=2, weights="experts"), TEXT[:4]), feed_again(whole), 1e-3)
 
 
-def feed_again(backend: LlamaCppBackend) -> Floats:
+def feed_again(backend: Alone[LlamaCppBackend]) -> Floats:
     backend.cache.trim(0)
     return feed(backend, TEXT[:4])
 

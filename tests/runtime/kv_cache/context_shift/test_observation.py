@@ -24,6 +24,7 @@ from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.merge import Observer, attention
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift, planned_bytes
+from tests.alone import Alone
 from tests.factories import make_bigram_bundle
 from tests.runtime.models import bundle_of, make_graph_backend
 
@@ -39,7 +40,7 @@ def test_observes_the_attention_of_a_pass(family: Family, monkeypatch: pytest.Mo
     assert spec is not None
     if spec.window_size:
         pytest.skip("policies that observe refuse layers with windows")
-    backend = ReferenceBackend(family.bundle, 40)
+    backend = Alone(ReferenceBackend(family.bundle, 40), 40)
     seen: list[Floats] = []
     whole = arithmetic.softmax
 
@@ -142,10 +143,10 @@ def test_one_policy_for_each_name() -> None:
 
 def test_refuses_unsuitable_models(make_family: Callable[..., Family], tmp_path: Path) -> None:
     full, windowed = make_family("llama"), make_family("mistral")
-    assert make_context_shift("stop", full.bundle, ReferenceBackend(full.bundle, 8)) is None
+    assert make_context_shift("stop", full.bundle, Alone(ReferenceBackend(full.bundle, 8), 8)) is None
     with pytest.raises(UsageError, match="context of at least 32 tokens, not 8"):
-        make_context_shift("window", full.bundle, ReferenceBackend(full.bundle, 8))
-    backend = ReferenceBackend(windowed.bundle, 40)
+        make_context_shift("window", full.bundle, Alone(ReferenceBackend(full.bundle, 8), 8))
+    backend = Alone(ReferenceBackend(windowed.bundle, 40), 40)
     assert make_context_shift("window", windowed.bundle, backend) is not None
     for name in ("merge", "cluster"):
         with pytest.raises(UsageError, match="last 6 tokens"):
@@ -158,17 +159,17 @@ def test_refuses_unsuitable_models(make_family: Callable[..., Family], tmp_path:
         bundle = dataclasses.replace(full.bundle, manifest=dataclasses.replace(full.bundle.manifest, decoder=odd))
         for name in refused:
             with pytest.raises(UsageError, match=f"has {part}=True, which overflow"):
-                make_context_shift(name, bundle, ReferenceBackend(full.bundle, 40))
+                make_context_shift(name, bundle, Alone(ReferenceBackend(full.bundle, 40), 40))
     opaque = open_bundle(make_bigram_bundle(tmp_path / "bigrams"))
     for name in POLICIES:
         with pytest.raises(UsageError, match="does not describe"):
-            make_context_shift(name, opaque, ConcatBackend(opaque, 40))
+            make_context_shift(name, opaque, Alone(ConcatBackend(opaque, 40), 40))
     assert planned_bytes("merge", None, 100) == planned_bytes("stop", full.bundle.manifest.decoder, 100) == 0
 
 
 def test_observing_needs_single_layers(make_family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch) -> None:
     family = make_family("llama")
-    backend = ReferenceBackend(family.bundle, 40)
+    backend = Alone(ReferenceBackend(family.bundle, 40), 40)
     monkeypatch.setattr(backend, "capabilities", type(backend.capabilities)(False, True, True))
     assert make_context_shift("cluster", family.bundle, backend) is not None
     with pytest.raises(UsageError, match="single layers"):

@@ -15,7 +15,7 @@ from edgeinfer.core.options.load import MERGING
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, Pass, PassCancelledError, PassResult
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError, PassResult
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
@@ -25,6 +25,7 @@ from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
+from tests.alone import Alone
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
 from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
@@ -63,7 +64,7 @@ class Writer:
 
     def __init__(self, bundle: Bundle, policy: str, capacity: int = CAPACITY, chunk: int = 8) -> None:
         self.bundle = bundle
-        self.backend: Backend = make_graph_backend(bundle, capacity, weighed=policy in MERGING)
+        self.backend: Alone[Any] = make_graph_backend(bundle, capacity, weighed=policy in MERGING)
         self.engine = Engine(self.backend, chunk, make_context_shift(policy, bundle, self.backend))
 
     def write(

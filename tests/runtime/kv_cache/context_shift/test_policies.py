@@ -29,6 +29,7 @@ from edgeinfer.runtime.kv_cache.context_shift.policy import (
     context_shift_summary,
 )
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
+from tests.alone import Alone
 from tests.tables import each_row
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ def test_first_layers_keys_after_an_overflow_equal_the_remaining_texts(family: F
     assert spec is not None
     tokens = (np.arange(40) * 37 + 11) % spec.vocab_size
     left = np.concatenate([tokens[:4], tokens[14:]])
-    backend, fresh = ReferenceBackend(family.bundle, 40), ReferenceBackend(family.bundle, 40)
+    backend, fresh = Alone(ReferenceBackend(family.bundle, 40), 40), Alone(ReferenceBackend(family.bundle, 40), 40)
     backend.forward(Pass(tokens, np.arange(40), np.zeros(0, np.int64)))
     fresh.forward(Pass(left, np.arange(30), np.zeros(0, np.int64)))
     removed = WindowPolicy(spec, backend, sinks=4, freed=0.25).make_room(tokens.tolist())
@@ -324,7 +325,7 @@ def test_a_window_that_outlasts_the_models_own_loses_nothing(make_family: Callab
     assert spec is not None
     assert set(spec.windows) == {6}
     tokens = (np.arange(60) * 37 + 11) % spec.vocab_size
-    backend, whole = ReferenceBackend(family.bundle, 40), ReferenceBackend(family.bundle, 60)
+    backend, whole = Alone(ReferenceBackend(family.bundle, 40), 40), Alone(ReferenceBackend(family.bundle, 60), 60)
     expected = whole.forward(Pass(tokens, np.arange(60), np.arange(60))).logits[40:]
     backend.forward(Pass(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
     WindowPolicy(spec, backend, freed=0.5).make_room(tokens[:40].tolist())
