@@ -10,7 +10,7 @@ from edgeinfer.core.errors import ModelError
 from edgeinfer.core.options.decoding import drafters_in
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend
-from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
+from edgeinfer.runtime.backends.wrapped import experts_observer
 from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
 from edgeinfer.runtime.loading.registry import make_backend
@@ -84,9 +84,8 @@ def make_speculator(
     bundle: Bundle | None = None,
 ) -> Speculator:
     """The speculation of a model, whose cache is empty; measures what is not known of this device yet."""
-    cached_experts = None
-    if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
-        cached_experts = target.expert_cache.bias
+    counted = experts_observer(target)
+    cached_experts = None if counted is None or counted.expert_cache is None else counted.expert_cache.bias
     tuning = TunedDrafting.of(profile, target.geometry.num_layers)
     parts = DrafterParts(
         target,
