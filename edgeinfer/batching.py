@@ -101,8 +101,8 @@ class ReplyBatch:
             hint = "That takes a bundle with a paged cache, the native kernel, no context shift and no remote server."
             raise CapabilityError(message, hint)
         self._parallel = parallel
-        self._scheduler = parts.scheduler
-        self._scheduler.share(
+        self.scheduler = parts.scheduler
+        self.scheduler.share(
             inter_token_latency,
             make_room=self._make_room,
             pass_ms=lambda: parts.speculator.pass_ms,
@@ -176,7 +176,7 @@ class ReplyBatch:
 
     def step(self) -> bool:
         """Run the replies until all wait for a pass, and run that; return whether replies are left."""
-        self._scheduler.step()
+        self.scheduler.step()
         for place in tuple(self._busy):
             if place.stream is not None and place.stream.over:
                 self._go_on(place)
@@ -184,11 +184,11 @@ class ReplyBatch:
 
     def interrupt(self) -> None:
         """Make `step` return before another pass. Safe from any thread."""
-        self._scheduler.interrupt()
+        self.scheduler.interrupt()
 
     def close(self) -> None:
         try:
-            self._scheduler.close()
+            self.scheduler.close()
             for place in tuple(self._busy):
                 self._end(place)
             for place in self._free:
@@ -196,7 +196,7 @@ class ReplyBatch:
         finally:
             self._free.clear()
             self._busy.clear()
-            self._scheduler.unshare()
+            self.scheduler.unshare()
             self._open.close()
 
     def _go_on(self, place: _Place) -> None:

@@ -133,8 +133,8 @@ def test_whatever_comes_while_the_model_runs(models: Models, folder: Path, first
     text = expected(models.open())
     for second in USES:
         model = models.open()
-        model._parts.engine.forget()
-        backend = model._parts.engine.backend
+        model._parts.sequence.forget()
+        backend = model._parts.backend
         held = Held(backend.forward)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backend, "forward", held)
@@ -223,7 +223,7 @@ def test_replies_end_when_nobody_waits_for_them(model: edgeinfer.Model) -> None:
     async def cancelled() -> None:
         task = asyncio.create_task(model.agenerate(STORY, **LONG))
         waiting = asyncio.create_task(model.agenerate(STORY, **LONG))
-        while not task.done() and model._turns._running is None:
+        while not task.done() and model._replies.turns._running is None:
             await asyncio.sleep(0)
         for one in (waiting, task):
             one.cancel()

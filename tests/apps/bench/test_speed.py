@@ -46,7 +46,7 @@ class Watched:
 
     def __init__(self, model: edgeinfer.Model) -> None:
         self.sizes: list[int] = []
-        backend = model._parts.engine.backend
+        backend = model._parts.backend
         forward = backend.forward
 
         def watched(batch: Pass) -> PassResult:
