@@ -28,7 +28,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from tests.alone import Alone, restore
@@ -286,7 +286,7 @@ def test_the_registry_finds_it(sums: Sums) -> None:
     backend = make_backend(choice, config, configuration)
     assert isinstance(backend, ConcatBackend)
     tokens = [1, 2, 3, 4]
-    for token in generate(Engine(backend, chunk=3), tokens, 3):
+    for token in generate(Text(backend, backend.new_sequence(CAPACITY), chunk=3), tokens, 3):
         assert token == int(sums.expected(tokens)[-1].argmax())
         tokens.append(token)
     assert len(tokens) == 7

@@ -447,8 +447,8 @@ def test_cancelling_a_real_pass(length: int) -> None:
     """The pass that begins when the cache has this length ends in its midst, and so does the reply."""
     bundle = bundle_of("llama", ExportConfig(bits=32), max_position_embeddings=1024)
     backend = make_graph_backend(bundle, 1024)
-    cache = backend.new_sequence(1024)
-    text = Text(backend, cache, 8)
+    cache = backend.cache
+    text = Text(backend.model, cache, 8)
     prompt = [int(t) for t in np.random.default_rng(6).integers(0, 320, 512)]
     expected = generate(text, prompt[:20], 4)
     text.forget()

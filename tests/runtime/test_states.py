@@ -26,7 +26,7 @@ from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.native.library import LIBRARY
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
@@ -242,14 +242,18 @@ def test_a_draft_model_with_states_follows_accepted_tokens(bundle: Bundle, whole
         assert np.array_equal(found[0], whole[head + drafted - 1])
 
 
-def greedy(engine: Engine, prompt: Any, size: int = 6) -> list[int]:
+def text_of(backend: PagedBackend, chunk: int, **options: Any) -> Text:
+    return Text(backend, backend.new_sequence(CONTEXT), chunk, **options)
+
+
+def greedy(engine: Text, prompt: Any, size: int = 6) -> list[int]:
     processor = LogitsProcessor(GenerationConfig(temperature=0), engine.backend.geometry.vocab_size, 0)
     steps = engine.generate(list(prompt), Sampler(processor, list(prompt)), max_tokens=size, stop_ids=frozenset())
     return [step.token for step in steps]
 
 
 def test_turns_go_on_where_they_can(bundle: Bundle) -> None:
-    engine = Engine(Alone(PagedBackend(bundle, CONTEXT), CONTEXT), 16, prefixes=PrefixCache(8 << 20))
+    engine = text_of(PagedBackend(bundle, CONTEXT), 16, prefixes=PrefixCache(8 << 20))
     one, two = TOKENS[:60].tolist(), TOKENS[40:90].tolist()
     said = greedy(engine, one)
     assert greedy(engine, [*one, *said[:5], 9, 9])[0] >= 0 and engine.prefill.cached == 65
@@ -263,7 +267,7 @@ def test_turns_go_on_where_they_can(bundle: Bundle) -> None:
     ):
         reply = greedy(engine, prompt)
         assert engine.prefill.cached == cached
-        assert reply == greedy(Engine(Alone(PagedBackend(bundle, CONTEXT), CONTEXT), 128), prompt)
+        assert reply == greedy(text_of(PagedBackend(bundle, CONTEXT), 128), prompt)
 
 
 @EVERY
@@ -300,7 +304,7 @@ def test_searches_find_the_same_as_in_one_cache(search: dict[str, Any]) -> None:
 def test_the_plan_counts_the_states(bundle: Bundle) -> None:
     backend = Alone(PagedBackend(bundle, CONTEXT), CONTEXT)
     planned = memory_of(bundle, NATIVE)._cache("float32", CONTEXT)  # type: ignore[attr-defined]
-    engine = Engine(backend, 16)
+    engine = Text(backend.model, backend.cache, 16)
     said = greedy(engine, TOKENS[:60].tolist(), 20)
     greedy(engine, [*TOKENS[:60].tolist(), *said, 3, 4, 5] * 1, 10)
     states = sum(4 * state.parameters for state in backend.geometry.states)  # without their rings

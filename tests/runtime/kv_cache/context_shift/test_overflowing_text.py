@@ -16,7 +16,7 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass, PassCancelledError, PassResult
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
 from edgeinfer.runtime.profile.drafting import TunedDrafting
@@ -65,7 +65,8 @@ class Writer:
     def __init__(self, bundle: Bundle, policy: str, capacity: int = CAPACITY, chunk: int = 8) -> None:
         self.bundle = bundle
         self.backend: Alone[Any] = make_graph_backend(bundle, capacity, weighed=policy in MERGING)
-        self.engine = Engine(self.backend, chunk, make_context_shift(policy, bundle, self.backend))
+        shift = make_context_shift(policy, bundle, self.backend.model, self.backend.cache)
+        self.engine = Text(self.backend.model, self.backend.cache, chunk, shift)
 
     def write(
         self, prompt: Sequence[int], config: GenerationConfig, count: int, drafters: Sequence[str] = ()
