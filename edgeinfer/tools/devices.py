@@ -19,7 +19,7 @@ from edgeinfer.core.results import DeviceFacts, DeviceLimits
 from edgeinfer.loading import Bundles, digest_of, fingerprint_for, located, profiles_of
 from edgeinfer.runtime.backends.llamacpp.graphics import check_processor, graphics_device, listed_processors
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.devices.providers import Device, DeviceEntry, is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, tunable
@@ -150,9 +150,9 @@ def _measure(
         subject = dataclasses.replace(bundles, settings=settings).subject(config)
         return make_plan(subject, config, speed, process=process)
 
-    def make(settings: TunedSettings, plan: MemoryPlan) -> Engine:
+    def make(settings: TunedSettings, plan: MemoryPlan) -> Sequence:
         backend = make_backend(bundles.choice, config, plan.configuration, progress, settings)
-        return Engine(backend, plan.prefill_chunk)
+        return Sequence(backend, backend.new_sequence(plan.context), plan.prefill_chunk)
 
     plan = plan_for(TunedSettings())
     plan.require_fit()
