@@ -80,11 +80,11 @@ def tune_drafting(
         CapabilityError: the backend cannot skip layers.
         UsageError: a prompt has no reply to score by, or the context is too small.
     """
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         ids = [model.tokenize(prompt) for prompt in (TUNING_PROMPTS if prompts is None else prompts)]
         try:
             result = tune(
-                parts.engine.backend,
+                parts.backend,
                 _own_texts(model, ids, _TOKENS),
                 granularity=granularity,
                 evaluations=evaluations,
@@ -92,7 +92,7 @@ def tune_drafting(
                 progress=progress,
             )
         finally:
-            parts.engine.forget()
+            parts.sequence.forget()
         parts.speculator.tuned(result.tuning)
     return result
 
@@ -120,7 +120,7 @@ def tune_skips(
     """
     # Sampled at temperature 1: the likeliest texts repeat themselves, and forgive more.
     samples = _replies(model, prompts, temperature=1.0)
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         levels, costs = calibrate_skips(
             parts.reduced, samples, granularity=granularity, evaluations=evaluations, progress=progress
         )
@@ -133,7 +133,7 @@ def tune_entropy(model: Model, prompts: Sequence[str | Sequence[int]] | None = N
     """Finds how unsure the draft model is of this model's replies, by which compute="entropy" begins to share them out;
     it is kept, and used from now on. Prompts are as for `tune_skips`; UsageError where there is no draft model."""
     samples = _replies(model, prompts)
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         entropies = calibrate_entropy(parts.reduced, samples)
     shares = (0.1, 0.25, 0.5, 0.75, 0.9)
     return EntropyFacts(len(entropies), {share: entropies.threshold(share) for share in shares})
@@ -198,7 +198,7 @@ def tune_method(
 
         def state(tokens: Sequence[int]) -> Floats:  # (D,)
             with loaded._idle() as parts:
-                return last_state(parts.engine, tokens)
+                return last_state(parts.sequence, tokens)
 
         heads, facts = rule.teach(Lesson(text, loaded, drafter, state, progress or (lambda done, total: None)))
     add_heads(path, heads)

@@ -344,7 +344,7 @@ def test_reading_is_measured_with_the_guesses_of_a_draft_model(monkeypatch: pyte
         now[0] += (1.0 + 0.25 * unread + (next(busy, 0.0) if len(context.tokens) > 40 else 0.0)) / 1e3
         return guesses(self, context, drafted, width)
 
-    with load(None, remember=False, speculation="auto") as model, model._idle() as parts:
+    with load(None, remember=False, speculation="auto") as model, model._replies.idle() as parts:
         assert parts.speculator is not None
         costs = parts.speculator._costs
         monkeypatch.setattr(ModelDrafter, "guesses", timed)
