@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from edgeinfer.async_replies import ReplyThread
 from edgeinfer.batching import Replies
 from edgeinfer.chat import Chat
 from edgeinfer.core.contexts import Context, UnreadContextError
@@ -21,6 +20,7 @@ from edgeinfer.core.options.types import GenerationOptions
 from edgeinfer.core.results import ContextUse, ModelInfo, Placement, Result
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelParts
+from edgeinfer.model_thread import ModelThread
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.contexts import ContextMaker
@@ -67,7 +67,7 @@ class ContextModel:
     def __init__(
         self,
         model: Model,
-        reply_thread: ReplyThread,
+        reply_thread: ModelThread,
         replies: Replies,
         contexts: Sequence[Context | str | Path],
         placement: Placement,

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
-from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
+from edgeinfer.async_replies import AsyncTokenStream
 from edgeinfer.batching import Replies, ReplyBatch, can_share
 from edgeinfer.chat import Chat
 from edgeinfer.core.contexts import Context
@@ -20,6 +21,7 @@ from edgeinfer.core.options.types import GenerationOptions, Prompt
 from edgeinfer.core.results import ExpertUse, LoadCosts, ModelInfo, Placement, Result
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts, resume, save
+from edgeinfer.model_thread import ModelThread
 from edgeinfer.reply_decoding import GenerationRequest, require_plain
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session
@@ -52,7 +54,8 @@ class Model:
         self._lifecycle, self._template = lifecycle, template
         self._texts = Texts(lifecycle, template)
         self._replies = Replies(lifecycle, inter_token_latency)
-        self.reply_thread = ReplyThread(self._open_batch)
+        parallel = self.plan.parallel if self.can_batch else 1
+        self.reply_thread = ModelThread(parallel, weakref.ref(self), daemon=False)
         self._context_models: dict[tuple[object, ...], ContextModel] = {}
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
@@ -219,7 +222,7 @@ class Model:
         theirs ends first, then the memory is freed."""
         self._lifecycle.shut()
         self._replies.turns.close()
-        self.reply_thread.close()
+        self.reply_thread.cancel_shared()
         self._lifecycle.close()
         if self._template is not None:
             self._template.close()
@@ -250,10 +253,6 @@ class Model:
             UsageError: another thread runs a reply, or works with the model.
         """
         return self._replies.batch(parallel, streamed)
-
-    def _open_batch(self) -> ReplyBatch | None:
-        parallel = self.plan.parallel
-        return self.reply_batch(parallel) if parallel > 1 and self.can_batch else None
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, parallel: int = 8, **options: Unpack[GenerationOptions]

@@ -29,7 +29,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"speculation": "ngram"},
     {"speculation": "off"},
     {"speculation": "copy", "repetition_penalty": 1.1},
-    {"search": "best-of", "samples": 3},
+    {"search": "best-of", "samples": 3, "temperature": 0.8},
     {"speculation": "off", "top_k": 20},
     {"json_schema": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}}},
     {"search": "beam", "beams": 3, "temperature": 0.0},
@@ -72,7 +72,8 @@ def main() -> int:
     asked = parser.parse_args()
     with edgeinfer.load(asked.model, parallel=8, remember=False, context=512) as model:
         found = {
-            name: [*result.token_ids, result.finish_reason, result.text] for name, result in replies(model, asked.tokens)
+            name: [*result.token_ids, result.finish_reason, result.text]
+            for name, result in replies(model, asked.tokens)
         }
     if not asked.file.exists():
         asked.file.write_text(json.dumps(found, indent=0), "utf-8")

@@ -182,7 +182,7 @@ def measured_turns() -> Iterator[Turns]:
     clock = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TokenStream, "__next__", noted)
-        patch.setattr("edgeinfer.apps.server.worker.time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))
+        patch.setattr("edgeinfer.model_thread.time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))
         yield turns
 
 
