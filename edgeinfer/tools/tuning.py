@@ -85,6 +85,7 @@ def tune_drafting(
         try:
             result = tune(
                 parts.backend,
+                parts.sequence.cache,
                 _own_texts(model, ids, _TOKENS),
                 granularity=granularity,
                 evaluations=evaluations,
