@@ -12,7 +12,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
