@@ -328,11 +328,12 @@ def _reduced(
 
     manifest, drafter = subject.manifest, subject.drafter
     small = 0 if drafter is None else drafter.manifest.parameters
-    backend, model = sequence.backend, speculator.parts.whole_model
+    vocabulary, chunk, given = sequence.backend.geometry.vocab_size, sequence.chunk, speculator.parts
+    model, cache = given.whole_model, given.model_cache
     return ReducedComputeStrategies(
         sequence,
         profile,
-        small=None if model is None else ModelDrafter(model, sequence.chunk, backend.geometry.vocab_size),
+        small=None if model is None or cache is None else ModelDrafter(model, cache, chunk, vocabulary),
         parameters=small / max(manifest.parameters, 1),
         exits=manifest.exits,
         tuned_exit=lambda: speculator.parts.tuning.exit_layer,

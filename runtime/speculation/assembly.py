@@ -9,7 +9,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import ModelError
 from edgeinfer.core.options.decoding import drafters_in
 from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, KVCache
 from edgeinfer.runtime.backends.wrapped import experts_observer
 from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
@@ -76,6 +76,7 @@ def require_models(*bundles: Bundle | None) -> None:
 
 def make_speculator(
     target: Backend,
+    cache: KVCache,
     config: LoadConfig,
     plan: MemoryPlan,
     profile: DeviceProfile,
@@ -87,9 +88,12 @@ def make_speculator(
     counted = experts_observer(target)
     cached_experts = None if counted is None or counted.expert_cache is None else counted.expert_cache.bias
     tuning = TunedDrafting.of(profile, target.geometry.num_layers)
+    context = None if drafter is None else draft_configuration(drafter, plan.configuration).context
     parts = DrafterParts(
         target,
+        cache,
         model,
+        None if model is None or context is None else model.new_sequence(context),
         plan.prefill_chunk,
         tuning,
         config.draft_experts,

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from edgeinfer.runtime.decoding.strategy import Passes, run_alone
 from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_ms
 from edgeinfer.runtime.speculation.acceptance import SUREST, Acceptance, Answer, Mixer, Mixture
 from edgeinfer.runtime.speculation.budget import LossBudget, Trials
-from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round, guessed
 
 # A guess that counts as certain.
 _SURE = 0.995
@@ -206,7 +207,7 @@ class DraftController:
         """Has tables guess the token of a plain step, which is not drafted."""
         self._forget_draft()
         self._asked_drafters = self._tables
-        asked = self._ask(context, [], 1.0, 0, True)
+        asked = run_alone(self._ask(context, [], 1.0, 0, True))  # tables take no passes
         self._watched = max(asked, key=attrgetter("estimate")).guess.token if asked else None
 
     def watched(self, token: int) -> None:
@@ -227,12 +228,12 @@ class DraftController:
         """Tokens per millisecond that decoding achieves, by the costs' reckoning."""
         return self._tokens / self._ms
 
-    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
+    def draft(self, context: DraftContext, rows: int, depth: int) -> Passes[Draft]:
         """Build the draft to verify next; empty where nothing pays."""
         self._begin(context, depth)
         most, tree = min(rows, self._most), Tree()
         best, length = self._worth(tree), 0
-        waiting = self._children(context, tree, -1) if min(most, depth) > 0 else []
+        waiting = (yield from self._children(context, tree, -1)) if min(most, depth) > 0 else []
         heapq.heapify(waiting)
         while waiting and len(tree) < most:
             candidate = heapq.heappop(waiting)
@@ -247,7 +248,7 @@ class DraftController:
             # Guesses that come to nothing must be paid for too.
             goes_on = len(tree) < most and len(tree.path(node)) < depth
             if goes_on and pays and self._budget.covers(self._least_ms + self._spent, 1 + tree.sure):
-                for child in self._children(context, tree, node):
+                for child in (yield from self._children(context, tree, node)):
                     heapq.heappush(waiting, child)
         self._hope_for(length)
         return tree.cut(length)
@@ -323,7 +324,7 @@ class DraftController:
 
     def _paid_guesses(
         self, drafter: Drafter, context: DraftContext, path: Sequence[int], width: int
-    ) -> Sequence[Guess]:
+    ) -> Passes[Sequence[Guess]]:
         """Guesses behind a path, which the draft pays for."""
         name, price, reading = drafter.name, self._price(drafter.name), self._to_read(drafter)
         unread = self._unread.pop(name, 0)
@@ -335,7 +336,7 @@ class DraftController:
         if drafter.uses_target:
             self._at_work = drafter
         started = time.perf_counter_ns()
-        guesses = drafter.guesses(context, path, width if drafter.branches else 1)
+        guesses = yield from guessed(drafter, context, path, width if drafter.branches else 1)
         ms = (time.perf_counter_ns() - started) / 1e6
         if guesses and unread >= _TELLING:
             self.timed_reading.append((name, max(0.0, ms - price) / unread))
@@ -353,11 +354,11 @@ class DraftController:
         worth = self._ahead(likely, acceptance, size, self._price(drafter.name), once=drafter.at_once)
         return worth - self.rate * self._to_read(drafter) / self._rounds_left
 
-    def _children(self, context: DraftContext, tree: Tree, node: int) -> list[NodeCandidate]:
+    def _children(self, context: DraftContext, tree: Tree, node: int) -> Passes[list[NodeCandidate]]:
         """The guesses that may follow a node, each token once, at the estimate of whoever is surest of it."""
         path = tree.path(node)
         likely, main_branch = (tree.likely[node], tree.main_branch[node]) if node >= 0 else (1.0, True)
-        asked = self._ask(context, path, likely, len(tree), main_branch)
+        asked = yield from self._ask(context, path, likely, len(tree), main_branch)
         self._asked[tuple(path)] = asked
         if not asked:
             return []
@@ -373,7 +374,9 @@ class DraftController:
             tree.found += 1
         return candidates
 
-    def _ask(self, context: DraftContext, path: list[int], likely: float, size: int, main_branch: bool) -> list[Asked]:
+    def _ask(
+        self, context: DraftContext, path: list[int], likely: float, size: int, main_branch: bool
+    ) -> Passes[list[Asked]]:
         answers: list[Answer] = []
         mixture, asked = self._mixed(answers)
         for drafter in self._asked_drafters:
@@ -393,7 +396,7 @@ class DraftController:
                     if due or not self._tries or not main_branch:
                         continue
                     self._tries -= 1
-            for rank, guess in enumerate(self._paid_guesses(drafter, context, path, self.width)):
+            for rank, guess in enumerate((yield from self._paid_guesses(drafter, context, path, self.width))):
                 estimate = self._acceptance.estimate(name, guess.sign, len(path), rank)
                 answers.append(Answer(name, rank, guess, estimate))
         if len(asked) < len(answers):

@@ -9,19 +9,19 @@ from collections.abc import Callable
 
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, HeadBackend
-from edgeinfer.runtime.backends.wrapped import uncounted
+from edgeinfer.runtime.backends.contract import HEAD_ROWS
+from edgeinfer.runtime.speculation.drafters.contract import Deciding, Verdict
 
 
 class LogitRows:
     """The logits after the rows of a pass, by number: `rows` are the first ones (R, V). Where those are not all, others
-    are computed in their place by `head`, from the states of all rows after the last layer (S, D)."""
+    are brought in their place by `head`, from the states of all rows after the last layer (S, D)."""
 
     def __init__(
         self,
         rows: Floats,
         hidden: Floats | None = None,
-        head: HeadBackend | None = None,
+        head: Callable[[Floats], Floats] | None = None,
         leaving: Callable[[int, Floats], None] | None = None,
     ) -> None:
         # Rows in memory, a view until the next pass; the number of the first of them; milliseconds that the head took.
@@ -30,9 +30,7 @@ class LogitRows:
         self._hidden, self._head, self._leaving = hidden, head, leaving
 
     def row(self, row: int) -> Floats:  # (V,)
-        """The logits after a row; runs the head where they are not in memory, which overwrites those that are."""
-        if not 0 <= row - self.first < len(self.rows):
-            self._compute(row)
+        """The logits after a row that is in memory."""
         found: Floats = self.rows[row - self.first]
         return found
 
@@ -41,13 +39,16 @@ class LogitRows:
         """Whether as many rows were computed as there are, so that the pass took what one of its size takes."""
         return self._left <= 0
 
-    def _compute(self, row: int) -> None:
+    def bring(self, row: int) -> None:
+        """Run the head for a row and those behind it where it is not in memory, which overwrites those that are."""
+        if 0 <= row - self.first < len(self.rows):
+            return
         assert self._head is not None and self._hidden is not None, "all rows of other passes are in memory"
         if self._leaving is not None:
             for place, logits in enumerate(self.rows, self.first):
                 self._leaving(place, logits)
         started = time.perf_counter_ns()
-        self.rows, self.first = self._head.head(self._hidden[row : row + HEAD_ROWS]), row
+        self.rows, self.first = self._head(self._hidden[row : row + HEAD_ROWS]), row
         self.head_ms += (time.perf_counter_ns() - started) / 1e6
         self._left -= len(self.rows)
 
@@ -64,7 +65,11 @@ class Evaluated:
     chain: bool  # its rows follow one another
 
 
-def head_of(backend: Backend) -> HeadBackend | None:
-    """The head of a backend that can run it apart; None of others."""
-    inner = uncounted(backend)
-    return inner if isinstance(inner, HeadBackend) and inner.head_apart else None
+def decided(deciding: Deciding, logits: LogitRows) -> Verdict:
+    """What a rule decides, with the rows that it asks for brought one after the other."""
+    while True:
+        try:
+            logits.bring(next(deciding) + 1)
+        except StopIteration as done:
+            verdict: Verdict = done.value
+            return verdict

@@ -14,9 +14,10 @@ from dataclasses import field
 from itertools import count
 
 from edgeinfer.core.records import dataclass
+from edgeinfer.runtime.decoding.strategy import Passes
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.controller import Asked, DraftController, RoundCosts
-from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round, guessed
 
 # How fast the estimate of siblings that are no longer drawn recovers: some seventy rounds to half.
 _RECOVERY = 0.01
@@ -61,7 +62,7 @@ class StochasticController(DraftController):
         """Plain steps tell nothing of how tokens are drawn."""
         return False
 
-    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
+    def draft(self, context: DraftContext, rows: int, depth: int) -> Passes[Draft]:
         self._begin(context, depth)
         most, order = min(rows, self._most), count()
         guesses: list[Guess] = []
@@ -74,20 +75,20 @@ class StochasticController(DraftController):
             estimate = place.estimate if rank == 0 else min(self._siblings[name][rank - 1], left)
             heapq.heappush(slots, _Slot(-place.likely * estimate, next(order), place, rank, left))
 
-        def look(node: int, path: tuple[int, ...], likely: float) -> None:
-            drafter, estimate = self._most_promising(context, path, likely, len(guesses))
+        def look(node: int, path: tuple[int, ...], likely: float) -> Passes[None]:
+            drafter, estimate = yield from self._most_promising(context, path, likely, len(guesses))
             if drafter is not None:
                 offer(_Place(node, path, likely, drafter, estimate), 0, 1.0)
 
         if min(most, depth) > 0:
-            look(-1, (), 1.0)
+            yield from look(-1, (), 1.0)
         while slots and len(guesses) < most:
             slot = heapq.heappop(slots)
             place, rank = slot.place, slot.rank
             if not self._pays(slot, len(guesses)):
                 continue
             if rank == 0:
-                self._ask_one(place.drafter, context, list(place.path), self.width)
+                yield from self._ask_one(place.drafter, context, list(place.path), self.width)
             asked = self._asked[place.path]
             if rank == len(asked):
                 continue
@@ -99,7 +100,7 @@ class StochasticController(DraftController):
             if rank + 1 < self.width:
                 offer(place, rank + 1, slot.left - estimate)
             if len(guesses) < most and len(place.path) + 1 < depth:
-                look(len(guesses) - 1, (*place.path, drawn.guess.token), place.likely * estimate)
+                yield from look(len(guesses) - 1, (*place.path, drawn.guess.token), place.likely * estimate)
         self._hope_for(len(guesses))
         return Draft(tuple(guesses), tuple(parents), tuple(sources))
 
@@ -124,7 +125,7 @@ class StochasticController(DraftController):
 
     def _most_promising(
         self, context: DraftContext, path: Sequence[int], likely: float, size: int
-    ) -> tuple[Drafter | None, float]:
+    ) -> Passes[tuple[Drafter | None, float]]:
         """Whose guess is worth most as far as can be said before it is drawn, and its estimate; None: none pays."""
         best: Drafter | None = None
         best_estimate, most = 0.0, 0.0
@@ -132,7 +133,7 @@ class StochasticController(DraftController):
             name, estimate = drafter.name, self._estimates[drafter.name]
             if not drafter.draws:
                 # What a table says depends on tokens before only, so it may be looked at.
-                guesses = drafter.guesses(context, path, 1)
+                guesses = yield from guessed(drafter, context, path, 1)
                 estimate = self._acceptance.estimate(name, guesses[0].sign, len(path)) if guesses else 0.0
             ms = self._price(name)
             worth = self._worth_asking(drafter, likely, estimate, size)
@@ -142,8 +143,8 @@ class StochasticController(DraftController):
                 best, best_estimate, most = drafter, estimate, worth
         return best, best_estimate
 
-    def _ask_one(self, drafter: Drafter, context: DraftContext, path: list[int], width: int) -> list[Asked]:
-        guesses = self._paid_guesses(drafter, context, path, width)
+    def _ask_one(self, drafter: Drafter, context: DraftContext, path: list[int], width: int) -> Passes[list[Asked]]:
+        guesses = yield from self._paid_guesses(drafter, context, path, width)
         asked = [self._estimated(drafter.name, rank, guess, len(path)) for rank, guess in enumerate(guesses)]
         self._asked[tuple(path)] = asked
         return asked

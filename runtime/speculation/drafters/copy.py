@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+from edgeinfer.runtime.backends.contract import KVCache
 from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
@@ -27,7 +28,7 @@ class ForcedDrafter(Drafter):
         forced = context.forced(drafted)
         return (Guess(forced[0], 0),) if forced else ()
 
-    def for_sequence(self) -> ForcedDrafter:
+    def for_sequence(self, cache: KVCache) -> ForcedDrafter:
         return ForcedDrafter()
 
 
@@ -127,7 +128,7 @@ class CopyDrafter(Drafter):
             self._index.append(token)
         self._places = {(): place}
 
-    def for_sequence(self) -> CopyDrafter:
+    def for_sequence(self, cache: KVCache) -> CopyDrafter:
         return CopyDrafter()
 
     def nbytes(self) -> int:

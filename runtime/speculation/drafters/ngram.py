@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError
+from edgeinfer.runtime.backends.contract import KVCache
 from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
@@ -126,7 +127,7 @@ class NgramDrafter(Drafter):
                 self._text[self._length] = token
                 self._length += 1
 
-    def for_sequence(self) -> NgramDrafter:
+    def for_sequence(self, cache: KVCache) -> NgramDrafter:
         """Another with the same tables, which both fill."""
         return NgramDrafter(self._vocabulary, self._bits, shared=self)
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError
 from edgeinfer.core.records import dataclass
+from edgeinfer.runtime.backends.contract import KVCache
 from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens
@@ -153,7 +154,7 @@ class RecycleDrafter(Drafter):
                 self._rows.came[row] = 0
             self._rows.best[row, : len(found)] = found
 
-    def for_sequence(self) -> RecycleDrafter:
+    def for_sequence(self, cache: KVCache) -> RecycleDrafter:
         """Another with the same matrix, which both fill."""
         return RecycleDrafter(self._vocabulary, shared=self)
 
