@@ -128,9 +128,9 @@ def test_rows_of_several_adapters_share_passes_bit_for_bit(variant: str, setting
     alone = {name: logits_of(backend, name) for name in ("a0", "a1", None)}
     backend.cache.clear()
     sequences = []
-    for place, name in enumerate(alone):
+    for name in alone:
         cache = backend.new_sequence(32)
-        cache.adapter = -1 if name is None else place
+        cache.adapter = name
         sequences.append((cache, name))
     found: dict[str | None, list[NDArray[np.float32]]] = {name: [] for name in alone}
     # Three rows of one with one, two and three of the others, in pieces of different sizes.

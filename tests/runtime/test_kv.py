@@ -193,9 +193,9 @@ HALF = [np.zeros((2, 1, 4), np.float16)] * 2
             (lambda cache, rows=rows: cache.keep(2, rows), "Cannot keep")
             for rows in ([1, 0], [1, 1], [-1], [3], [0, 7])
         ),
-        (lambda cache: restore(cache, KVBuffers(Geometry(8, 8, 2, 1, 4, 1000), 10).snapshot()), "another model"),
-        (lambda cache: restore(cache, filled(20).snapshot()), "do not fit"),
-        (lambda cache: restore(cache, CopiedRows(1, HALF, HALF, "float16")), "of float16, this one is of float32"),
+        (lambda cache: cache.append(KVBuffers(Geometry(8, 8, 2, 1, 4, 1000), 10).snapshot()), "another model"),
+        (lambda cache: cache.append(filled(20).snapshot()), "do not fit"),
+        (lambda cache: cache.append(CopiedRows(1, HALF, HALF, "float16")), "of float16, this one is of float32"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(act: Callable[[KVBuffers], None], match: str) -> None:

@@ -36,7 +36,7 @@ DRAFT = [12, 240, 7, 7, 180, 55, 301, 3, 99]
 MAKERS: dict[str, Callable[..., Alone[Any]]] = {
     "onnx-exact": lambda bundle, capacity: make_graph_backend(bundle, capacity, exact=True),
     "onnx-plain": lambda bundle, capacity: make_graph_backend(bundle, capacity, exact=False),
-    "reference": ReferenceBackend,
+    "reference": lambda bundle, capacity: Alone(ReferenceBackend(bundle, capacity), capacity),
 }
 if LIBRARY.is_file() and not switched_off():
     MAKERS["onnx-paged"] = lambda bundle, capacity: make_graph_backend(bundle, capacity, layout=NATIVE)
