@@ -59,7 +59,7 @@ def raw_keys(count: int) -> Floats:  # (L, H, count, h)
 
 
 class Store:
-    """The part of a cache and of its backend that policies use. Element 0 of a value is its token's place in the text."""
+    """The part of a cache and of its backend that policies use. Element 0 of a value is its place in the text."""
 
     name = "store"
     geometry = SPEC.geometry
