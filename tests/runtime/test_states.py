@@ -27,6 +27,7 @@ from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
+from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, run_alone
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.native.library import LIBRARY
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
@@ -230,15 +231,16 @@ def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
 def test_a_draft_model_with_states_follows_accepted_tokens(bundle: Bundle, whole: Any) -> None:
     backend = Alone(PagedBackend(bundle, CONTEXT), CONTEXT)
 
-    def forward(tokens: Any, positions: Any, rows: Any) -> Any:
-        return backend.forward(Pass(tokens, positions, rows)).logits
+    def forward(tokens: Any, positions: Any, rows: Any) -> Passes[Any]:
+        (result,) = yield Evaluate(backend.model, [(backend.cache, Pass(tokens, positions, rows))])
+        return result.logits
 
-    follower, text = Follower(backend, forward, 16), TOKENS.tolist()
+    follower, text = Follower(backend.cache, forward, 16), TOKENS.tolist()
     for head, drafted in ((50, 0), (50, 1), (50, 9), (53, 0), (53, 15), (68, 0), (68, 3), (70, 2), (90, 1)):
         for wrong in (0, 1):
             path = text[head : head + drafted]
-            found = follower.follow(text[:head], [*path[: drafted - wrong], 299][:drafted], 1)
-        found = follower.follow(text[:head], path, 1)
+            found = run_alone(follower.follow(text[:head], [*path[: drafted - wrong], 299][:drafted], 1))
+        found = run_alone(follower.follow(text[:head], path, 1))
         assert np.array_equal(found[0], whole[head + drafted - 1])
 
 
