@@ -233,7 +233,7 @@ class _Reader:
             try:
                 return (yield from make())
             except PreemptedError:
-                self._sequence.restart()
+                yield from self._sequence.give_way()
 
     def read(self, context: Context, tokens: tuple[int, ...]) -> Passes[ContextRows]:
         path, kept = self._kept(context)

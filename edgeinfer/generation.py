@@ -108,7 +108,8 @@ class TokenStream:
         self._overhead_ms: list[float] = []  # of tokens between two plain steps, besides the pass and their reader
         self._result: Result | None = None
         self._thread = threading.current_thread()
-        self._cancelled = self._over = self._advancing = self._forked = False
+        self._stopped = threading.Event()
+        self._over = self._advancing = self._forked = False
         self._lock = threading.RLock()  # one thread at a time makes the reply, or ends it
         with self._lock:
             self._claim()
@@ -177,18 +178,18 @@ class TokenStream:
 
     def cancel(self) -> None:
         """Stop within the current pass; the next chunk is the last. Safe from any thread."""
-        self._cancelled = True
-        # The sequence may be another reply's by now.
-        if self._turns is None:
-            self._stop()
-        else:
-            self._turns.if_running(self, self._stop)
-
-    def _stop(self) -> None:
-        self._parts.sequence.cancelled = True
+        self._stopped.set()
         self._parts.scheduler.cancel(self._task)
+        if self._turns is not None:
+            self._turns.if_running(self, self._stop_preparing)
+
+    def _stop_preparing(self) -> None:
         if self._preparing:
             self._parts.backend.cancel()
+
+    @property
+    def _cancelled(self) -> bool:
+        return self._stopped.is_set()
 
     def pause(self) -> bool:
         """Let other replies of the model run; return whether that was possible. The next chunk continues the same text.
@@ -305,7 +306,8 @@ class TokenStream:
     def disown(self) -> None:
         """Leave the reply to the parent of this forked process, where it continues."""
         keep_for_good(self._task)  # ending it would change what is the parent's
-        self._lock, self._advancing, self._cancelled, self._forked = threading.RLock(), False, True, True
+        self._lock, self._advancing, self._forked = threading.RLock(), False, True
+        self._stopped.set()
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -409,7 +411,7 @@ class TokenStream:
             except PreemptedError:
                 # Its pages were given to others; the text is evaluated again as soon as pages are free.
                 self._entered = False
-                sequence.restart()
+                yield from sequence.give_way()
         if first:
             self._add_prefill()
             if self._parts.verification.await_verdict(lambda: self._cancelled) is None:
@@ -430,7 +432,7 @@ class TokenStream:
         """Take the turn, and the sequence."""
         self._claim()
         self._parts.sequence.use_adapter(self._config.adapter, self._contexts)
-        self._parts.sequence.cancelled = False
+        self._parts.sequence.stopped = self._stopped
         self._since = time.perf_counter()
 
     def _claim(self) -> None:

@@ -99,7 +99,7 @@ class VerificationStream(TokenStream):
             tokens = yield from self._verify(sequence, self._tokens, self._request.draft[: self._left - 1])
         except PreemptedError:
             # Its pages were given to others; the text is evaluated again as soon as pages are free.
-            sequence.restart()
+            yield from sequence.give_way()
             return (yield from self._next_tokens())
         self._add_prefill()
         if not tokens or self._parts.verification.await_verdict(lambda: self._cancelled) is None:

@@ -103,7 +103,8 @@ class RowRequest:
 
 
 class Task:
-    """A generator that a scheduler runs; `requests` are the rows it waits for.
+    """A generator that a scheduler runs; `requests` are the rows it waits for, `behind` is the older task that its pages
+    went to, which ends before it goes on.
 
     Args:
         work: yields `Evaluate` or items.
@@ -120,12 +121,18 @@ class Task:
         self.work, self._give, self._ended = work, give, ended
         self.over = False
         self.requests: tuple[RowRequest, ...] = ()
+        self.behind: Task | None = None
         self._sent: list[PassResult] | None = None  # what it goes on with
         self._error: BaseException | None = None
 
     @property
     def waits(self) -> bool:
         return not all(request.over for request in self.requests)
+
+    @property
+    def held(self) -> bool:
+        """Whether it has given its pages up, and waits until an older task ends."""
+        return self.behind is not None and not self.behind.over and not self.requests
 
     def fail(self, error: BaseException) -> None:
         """End the wait for rows with an error."""
@@ -272,9 +279,10 @@ class Scheduler:
         are left."""
         tasks = self._tasks
         try:
-            if len(tasks) == 1:
-                self._run_alone(tasks[0])
-            elif tasks:
+            going = tasks if len(tasks) < 2 else [task for task in tasks if not task.held]
+            if len(going) == 1:
+                self._run_alone(going[0])
+            elif going:
                 self._run_together()
         except BaseException:
             self.close()
@@ -295,18 +303,21 @@ class Scheduler:
         with self._lock:
             if self._alone is not None and self._alone[0] is task:
                 self._alone[1].cancel()
+            task.behind = None
             if task.waits:
                 task.fail(PassCancelledError("The sequence was cancelled."))
 
     def _run_alone(self, task: Task) -> None:
         """Run the only task, and its passes at once, up to its next item."""
         if task.waits:  # others have ended meanwhile, or somebody has interrupted
-            requests, task.requests = task.requests, ()
-            if any(request.fed for request in requests):
-                task.requests = requests
-                self._pass(list(requests), time.perf_counter())
+            left = [request for request in task.requests if not request.over]
+            if len(left) < len(task.requests) or any(request.fed for request in left):
+                for request in task.requests:
+                    request.keep()
+                self._pass(left, time.perf_counter())
                 return
-            wanted: Evaluate | None = Evaluate(requests[0].backend, [(each.cache, each.batch) for each in requests])
+            task.requests = ()
+            wanted: Evaluate | None = Evaluate(left[0].backend, [(each.cache, each.batch) for each in left])
         else:
             task.collect()
             wanted = task.advance()
@@ -367,7 +378,7 @@ class Scheduler:
 
     def _resume(self, task: Task) -> None:
         """Let a task go on until it waits for rows, gives way or ends."""
-        if task.waits:
+        if task.waits or task.held:
             return
         task.collect()
         while not task.over:
@@ -487,8 +498,10 @@ class Scheduler:
 
     def _preempt(self, oldest: RowRequest) -> bool:
         """Preempt the youngest other task with rows; return whether there is one."""
+        older = next(task for task in self._tasks if oldest in task.requests)
         for task in reversed(self._tasks):
-            if task.waits and oldest not in task.requests and any(each.cache.length for each in task.requests):
+            if task.waits and task is not older and any(each.cache.length for each in task.requests):
+                task.behind = older
                 task.fail(PreemptedError("The sequence gave its pages to older ones."))
                 return True
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import abc
 from collections.abc import Generator, Iterable
@@ -58,7 +59,7 @@ class Sequence:
 
     Attributes:
         tokens: the whole text; another text gets another list, so that whoever holds this one keeps it.
-        cancelled: whether the reply is to end before its next pass.
+        stopped: of the reply that is being made; set, it ends before its next pass.
         lost: what a context shift has taken from the text.
     """
 
@@ -83,8 +84,12 @@ class Sequence:
         self.adapter: str | None = None
         self.contexts: JoinedContexts | None = None
         self.tokens: list[int] = []
-        self.cancelled = False
+        self.stopped = threading.Event()
         self._strategy: Strategy | None = None  # while a reply is made
+
+    @property
+    def cancelled(self) -> bool:
+        return self.stopped.is_set()
 
     @property
     def fed(self) -> int:
@@ -173,7 +178,7 @@ class Sequence:
         after as many tokens as the context holds. `strategy` decodes by the same sampler; None is plain decoding."""
         self.check(prompt)
         # Here, not when iteration begins: a cancellation in between counts.
-        self.cancelled = False
+        self.stopped = threading.Event()
         left = self.allowance(len(prompt), max_tokens)
         return self._generated(prompt, left, stop_ids, strategy or Strategy(self, sampler))
 
@@ -351,6 +356,11 @@ class Sequence:
         self._keep(0, ())
         self.forget()
         self.cache.clear()
+
+    def give_way(self) -> Passes[None]:
+        """Empty the cache for older sequences that need its pages, and let them have a pass first."""
+        self.restart()
+        yield Evaluate(self.backend, ())
 
     @property
     def prefix_bytes(self) -> int:

@@ -160,7 +160,7 @@ class Greedy(Sampler):
 
 def stop(text: Text) -> None:
     """Cancels what a text is at, from any thread."""
-    text.cancelled = True
+    text.stopped.set()
     text.backend.cancel()
 
 
