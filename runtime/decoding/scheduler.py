@@ -103,8 +103,8 @@ class RowRequest:
 
 
 class Task:
-    """A generator that a scheduler runs; `requests` are the rows it waits for, `behind` is the older task that its pages
-    went to, which ends before it goes on.
+    """A generator that a scheduler runs; `requests` are the rows it waits for, `behind` is the older task that got its
+    pages, and ends before this one goes on.
 
     Args:
         work: yields `Evaluate` or items.
