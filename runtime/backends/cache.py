@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,19 +107,62 @@ class CopiedRows:
         return rows * sum(int(a.shape[0] * a.shape[2] * a.itemsize) for a in (*self.keys, *self.values)) + state
 
 
-def joined_rows(pieces: Sequence[CopiedRows]) -> CopiedRows:
-    """Copies of rows that follow each other as one, with what the last says of a state."""
-    columns = [zip(*(getattr(piece, name) for piece in pieces), strict=True) for name in ("keys", "values")]
-    keys, values = ([np.concatenate(arrays, axis=1) for arrays in each] for each in columns)
-    return dataclasses.replace(pieces[-1], length=sum(piece.length for piece in pieces), keys=keys, values=values)
-
-
 def _cut(arrays: list[NDArray[Any]], at: int) -> list[NDArray[Any]]:  # L of (H, n, w) each
     rest = []
     for place, array in enumerate(arrays):
         rest.append(array[:, at:].copy())
         arrays[place] = array[:, :at].copy()
     return rest
+
+
+class Blob(NamedTuple):
+    """What an engine keeps of the rows start..stop-1 of a text, in its own format."""
+
+    start: int
+    stop: int
+    data: NDArray[np.uint8]  # (bytes,)
+
+
+@dataclass(eq=False)
+class OpaqueRows:
+    """Implements `CacheSnapshot` by bytes that only the engine that gave them reads: rows from `start` on, which lie in
+    blobs that may have others too. `scales` names the engine and the sizes of what it keeps. `state` is that of
+    recurrent layers behind the last row where the blobs have a later one, `state_bytes` its size; 0 without any."""
+
+    start: int
+    length: int
+    blobs: Sequence[Blob]
+    kv: str
+    scales: str
+    row_bytes: int
+    state: NDArray[np.uint8] | None = None
+    state_bytes: int = 0
+    keys: ClassVar[Sequence[NDArray[Any]]] = ()
+    values: ClassVar[Sequence[NDArray[Any]]] = ()
+    in_place: ClassVar[bool] = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(blob.data.nbytes for blob in self.blobs) + (0 if self.state is None else self.state.nbytes)
+
+    def part(self, start: int, stop: int) -> OpaqueRows:
+        first, last = self.start + start, self.start + stop
+        blobs = [blob for blob in self.blobs if blob.stop > first and blob.start < last]
+        state = self.state if stop == self.length else None
+        return dataclasses.replace(self, start=first, length=stop - start, blobs=blobs, state=state)
+
+    def cut(self, at: int) -> OpaqueRows:
+        """Both keep a blob that has rows of both."""
+        rest, mine = self.part(at, self.length), self.part(0, at)
+        self.length, self.blobs, self.state = at, mine.blobs, None
+        return rest
+
+    def rewindable_to(self, rows: int) -> int:
+        behind = self.state is not None or (bool(self.blobs) and self.blobs[-1].stop == self.start + self.length)
+        return rows if not self.state_bytes or (behind and rows == self.length) else 0
+
+    def bytes_for(self, rows: int) -> int:
+        return rows * self.row_bytes + (self.state_bytes if rows else 0)
 
 
 def check_snapshot(snapshot: CacheSnapshot, geometry: Geometry, capacity: int) -> None:

@@ -124,7 +124,8 @@ class KVCache(ABC):
     length: int  # rows in use
     capacity: int  # rows there may be
     adapter: str | None = None  # name of the adapter of the rows that passes append; all rows have the same
-    copyable: bool = True  # whether rows can be copied out and in, and rewritten
+    copyable: bool = True  # whether rows can be copied out and in
+    editable: bool = True  # whether rows can be rewritten
     observers: Sequence[PassObserver] = ()  # the backend's
 
     @property
@@ -169,6 +170,11 @@ class KVCache(ABC):
         """Replaces the rows in use: calls `edit` for each layer in order and stores what it returns. Keys are as
         cached, rotated by the position they were fed with. One layer's floats are alive at a time. Where `edit` fails,
         the cache is empty afterwards."""
+
+    def drop(self, start: int, stop: int) -> None:
+        """Drops the rows start..stop-1 from within the text, where the cache is not `editable`; those behind them come
+        to be as if they had been fed at their new places."""
+        raise CapabilityError("The rows of this cache cannot move.", "Use " + Setting("overflow", "stop") + ".")
 
     def rewindable_to(self, length: int) -> int:
         """To how many rows, `length` at most, the cache can be trimmed for a text to go on there. All of them, but

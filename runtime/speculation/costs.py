@@ -98,7 +98,7 @@ def _timed_pass(backend: Backend, cache: KVCache, past: int, size: int, skip: in
 
 def _fill(backend: Backend, cache: KVCache, length: int) -> None:
     """Put rows into an empty cache, for passes to attend to."""
-    if cache.copyable and backend.capabilities.copies and not backend.geometry.states:
+    if cache.editable and backend.capabilities.copies and not backend.geometry.states:
         cache.append(_blank(cache, length))
     elif length:
         backend.forward([(cache, Pass(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))])

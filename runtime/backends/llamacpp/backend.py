@@ -23,9 +23,11 @@ from edgeinfer.runtime.backends.forks import OneSequenceBackend
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, RecurrentCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext, RowSteps
 from edgeinfer.runtime.backends.llamacpp.graphics import Offload
-from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES, cell_rows, drafted_at_once
+from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES, drafted_at_once, kv_bytes
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel, features
-from edgeinfer.runtime.backends.llamacpp.state import StateCodec
+
+# Of a copied token besides its rows: position and sequence, and a share of what each copy begins with.
+_CELL_BYTES = 64
 
 
 class LlamaAdapters:
@@ -118,15 +120,15 @@ class LlamaCppBackend(OneSequenceBackend):
         # Rows that only fill a pass up would have a state too, and save nothing on a graphics processor.
         self._row_steps = RowSteps(0.0, 0.0) if recurrent or offload else RowSteps.of(bundle.gguf, weights)
         self._cells = self._context.cells
-        parts = self._context.cell_layers
-        rows = cell_rows(bundle.gguf, parts)
-        self._codec = StateCodec(rows, kv, parts, placed=self.vocabulary.placed, recurrent=recurrent)
+        whole = kv_bytes(bundle.gguf, kv, capacity)
+        form = f"{self.kernel}, {whole} bytes of {bundle.gguf.metadata.text('general.architecture')}, {kv}"
+        self._kind = kv, form, whole // self._cells + _CELL_BYTES  # see `LlamaCache`
         self._gathered = np.zeros((0, self.geometry.vocab_size), np.float32)
 
     def _new_cache(self, capacity: int) -> LlamaCache:
         self._context.clear()
         kind = RecurrentCache if self.vocabulary.recurrent else LlamaCache
-        return kind(self._context, self._codec, capacity, self.vocabulary.window)
+        return kind(self._context, self._kind, capacity, self.vocabulary.window)
 
     def _run(self, cache: KVCache, batch: Pass) -> PassResult:
         assert isinstance(cache, LlamaCache), "sequences are made here"

@@ -62,6 +62,9 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend, cache: KVCac
     if cache.capacity < _LEAST_CONTEXT:
         message = f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {cache.capacity}."
         raise UsageError(message, _STOP + ", or a larger " + Setting("context") + ".")
+    if kind.reorders and not cache.editable:
+        message = f"The {backend.name} backend cannot edit rows of its cache, as overflow {name!r} does."
+        raise UsageError(message, _STOP + ", or window.")
     if kind.reorders and spec.window_size:
         # Rows that are left stand closer together, so a layer's window would reach tokens that it must not see.
         message = f"Layers of {bundle.path} attend to the last {spec.window_size} tokens, which {name!r} would mix up."

@@ -39,6 +39,9 @@ class WindowPolicy:
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
         rows = self._cache.length
+        if not self._cache.editable:
+            self._cache.drop(self._sinks, self._sinks + self._freed)
+            return Removed(self._freed)
         kept = np.delete(np.arange(rows), slice(self._sinks, self._sinks + self._freed))
         now = np.arange(len(kept))
         rotations = LayerRotations(self._spec, self._cache.capacity)

@@ -14,6 +14,7 @@ import edgeinfer
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import PassCancelledError
+from tests.alone import restore
 from tests.export.gguf_cases import CONVS, DELTA, FALCON, GRANITE, LATENT, MAMBA, MIXED, NEMOTRON, ROUTED, SCAN, TIED
 from tests.speculation import load_eager
 from tests.tables import each_row
@@ -23,7 +24,6 @@ pytest.importorskip("gguf", reason="the gguf package is not installed")
 
 import pytest
 
-from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from edgeinfer.runtime.backends.llamacpp.memory import kv_bytes, state_bytes
@@ -98,7 +98,7 @@ def test_where_no_state_is_nothing_is_cut_or_evaluated(make_family: Make) -> Non
     with pytest.raises(BackendError, match="cannot go back to 5 tokens"):
         backend.cache.trim(5)
     with pytest.raises(CapabilityError, match="cannot forget tokens"):
-        backend.cache.rewrite(lambda _, keys, values: (keys, values))
+        backend.cache.drop(1, 2)
     assert not backend.capabilities.tree
 
 
@@ -138,17 +138,14 @@ def test_copies_without_their_state_are_not_gone_on_from(make_family: Make) -> N
     feed(backend, TEXT[:9])
     rows = backend.cache.snapshot()
     with pytest.raises(BackendError, match="another model"):
-        other.cache.restore(rows)
-    backend.cache.restore(rows.part(0, 5))
+        restore(other.cache, rows)
+    restore(backend.cache, rows.part(0, 5))
     with pytest.raises(BackendError, match="is not there after 5 tokens"):
         feed(backend, TEXT[5:6])
     assert backend.cache.rewindable_to(5) == 0
-    assert rows.state is not None
-    for state in (rows.state[:8], np.roll(rows.state, 4)):
-        with pytest.raises(BackendError, match="state of recurrent layers"):
-            backend.cache.restore(dataclasses.replace(rows, state=state))
+    (blob,) = rows.blobs
     with pytest.raises(BackendError, match="refuses the copied cache"):
-        backend.cache.restore(dataclasses.replace(rows, state=rows.state[:-4]))
+        restore(backend.cache, dataclasses.replace(rows, blobs=[blob._replace(data=blob.data[:-4])]))
     backend.cache.clear()
     feed(backend, TEXT[:9])
 
@@ -279,18 +276,8 @@ def test_copies_give_the_same_bits(name: str, make_family: Make) -> None:
 def test_copies_of_other_types_come_back(kv: str, make_family: Make) -> None:
     backend, other = make_family("gemma2", kv), make_family("gemma2", kv)
     feed(backend, TEXT[:24], [])
-    other.cache.restore(backend.cache.snapshot())
+    restore(other.cache, backend.cache.snapshot())
     assert np.array_equal(feed(other, TEXT[24:30]), feed(backend, TEXT[24:30]))
-    seen: list[tuple[int, int]] = []
-
-    def look(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
-        seen.append((layer, keys.shape[1]))
-        return keys, values
-
-    # An edit knows its layer, so the layers must differ.
-    other.cache.rewrite(look)
-    assert seen == [(layer, 30) for layer in range(3)]
-    assert close(feed(other, TEXT[30:33]), feed(backend, TEXT[30:33]), 0.02)
 
 
 def test_copies_after_a_tree_and_a_full_cache(make_family: Make) -> None:
@@ -302,7 +289,7 @@ def test_copies_after_a_tree_and_a_full_cache(make_family: Make) -> None:
     feed(backend, text[23:CAPACITY], [])
     copied = backend.cache.snapshot()
     assert copied.length == len(text)
-    straight.cache.restore(copied.part(0, 50))
+    restore(straight.cache, copied.part(0, 50))
     backend.cache.trim(50)
     # Cells lie in another order there, in which scores are summed.
     assert close(feed(straight, text[50:]), feed(backend, text[50:]), 1e-4)
@@ -312,7 +299,4 @@ def test_what_is_no_copy_of_such_a_cache_is_refused(make_family: Make) -> None:
     backend, other = make_family("gemma2"), make_family("gemma4")
     feed(backend, TEXT[:24], [])
     with pytest.raises(BackendError, match="another model"):
-        other.cache.restore(backend.cache.snapshot())
-    # What llama.cpp gives at once lacks the rows that the window hides.
-    with pytest.raises(CapabilityError, match="do not save its sessions"):
-        backend.cache._codec.decode(backend._context.state(0), 0, 24)
+        restore(other.cache, backend.cache.snapshot())
