@@ -23,6 +23,7 @@ from edgeinfer.runtime.backends.cache import (
     row_range,
 )
 from edgeinfer.runtime.backends.contract import KVCache
+from edgeinfer.runtime.backends.forks import CopiedFork
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
 
 TEXT = 0  # sequence
