@@ -10,7 +10,8 @@ from tests.alone import Alone
 
 
 def stream_layers(inner: Alone[Any], window: int, *meter: Any, **how: Any) -> Alone[Any]:
-    inner.model.cut_into(StreamedLayers(inner.model, window, *meter, **how))
+    streamed = StreamedLayers(inner.model, window, *meter, **how)
+    inner.model.cut_into(streamed)
     return inner
 
 

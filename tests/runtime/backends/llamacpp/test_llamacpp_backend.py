@@ -23,6 +23,7 @@ from tests.alone import Alone, restore
 from tests.runtime.backends.llamacpp.conftest import CAPACITY, Q4_0
 from tests.runtime.backends.llamacpp.models import Shape
 from tests.runtime.interrupts import elsewhere
+from tests.tables import each_row
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
