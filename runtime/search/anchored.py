@@ -116,13 +116,11 @@ class Anchored(SearchStrategy):
     def __init__(self, parts: SearchParts, anchor: SmallModel) -> None:
         super().__init__(parts)
         self._anchor = anchor
-        self._text: list[int] = []
         self._budget = DivergenceBudget(self._config.anchor_budget)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         own = logits.copy()
-        self._text = list(prompt)
-        self._anchor.begin(self._text)
+        self._anchor.begin(prompt)
         if self._config.anchor_debt:
             debt = prefix_debt((yield from self._ratios()), self._config.anchor_debt)
             self._budget = DivergenceBudget(self._config.anchor_budget, debt)
@@ -133,18 +131,17 @@ class Anchored(SearchStrategy):
 
     def _draw(self, logits: Floats) -> Passes[tuple[int]]:  # (V,)
         sampler, logits = self._parts.sampler, logits.copy()
-        said = _said((yield from self._anchor.after(self._text)), self._text)
+        said = _said((yield from self._anchor.after(self._sequence.tokens)), self._sequence.tokens)
         fused = fuse(sampler.probabilities(logits), sampler.probabilities(said), self._budget.next())
         self._budget.spend(fused.divergence)
         self.search.divergence, self.search.divergence_allowed = self._budget.spent, self._budget.allowed
         self.search.trials += fused.weight < 1
-        token = sampler.sample_keyed(fused.probabilities, len(self._text))
-        self._text.append(token)
+        token = sampler.sample_keyed(fused.probabilities, len(self._sequence.tokens))
         return self._accept(token, logits)
 
     def _ratios(self) -> Passes[list[float]]:
         """By how many nats the model finds each of the prompt's last tokens likelier than the anchor does."""
-        cache, text, ratios = self._cache, self._text, list[float]()
+        cache, text, ratios = self._cache, self._sequence.tokens, list[float]()
         start = cache.rewindable_to(max(0, cache.length - _READ))
         cache.trim(start)
         for begin in range(start, len(text), MOST_ROWS):

@@ -81,7 +81,8 @@ class Feeder:
 
     def feed(self, token: int) -> Passes[Floats]:  # (V,)
         """The logits behind one more token; a view that the next pass overwrites."""
-        return (yield from self._feed([token], _ONE_ROW))[0]
+        logits: Floats = (yield from self._feed([token], _ONE_ROW))[0]
+        return logits
 
     def chain(self, tokens: Sequence[int], see: Callable[[int, Floats], object]) -> Passes[None]:
         """Feed tokens a few at a time, and show `see` each one's index and the logits (V,) behind it, a view."""

@@ -118,7 +118,7 @@ class SpeculativeDecoding(Strategy):
         timings: RoundTimings | None = None,
     ) -> None:
         super().__init__(sequence, sampler)
-        self.speculation = speculation or SpeculationUse("")
+        self.speculation: SpeculationUse = speculation or SpeculationUse("")
         self.timings = timings or RoundTimings()
         # Prompt and reply, once it is over; no prompt where another strategy began it.
         self.texts: tuple[Sequence[int], Sequence[int]] = ((), ())

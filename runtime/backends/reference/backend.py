@@ -295,7 +295,7 @@ class ReferenceBackend(OneSequenceBackend):
         geometry = self._cached_geometry()
         if self._kv == FLOAT32:
             return KVBuffers(geometry, capacity)
-        pool = PagePool(PageLayout.of(geometry, self._kv), pages_for(capacity) + 1, key_centres(self._bundle))
+        pool = PagePool(PageLayout.of(geometry, self._kv), pages_for(capacity) + 64, key_centres(self._bundle))
         return PagedCache(pool, capacity)
 
     def _cached_geometry(self) -> Geometry:

@@ -5,7 +5,6 @@ branches. The target's pass feeds the root and then the draft's nodes, so node i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from types import GeneratorType
 from typing import Any, Protocol
 
 import numpy as np
@@ -255,7 +254,7 @@ class Drafter:
 def guessed(drafter: Drafter, context: DraftContext, drafted: Sequence[int], width: int) -> Passes[Sequence[Guess]]:
     """The guesses of any drafter, with the passes that they take."""
     found = drafter.guesses(context, drafted, width)
-    return (yield from found) if isinstance(found, GeneratorType) else found
+    return (yield from found) if isinstance(found, Generator) else found
 
 
 def main_branch_first(draft: Draft) -> Draft:

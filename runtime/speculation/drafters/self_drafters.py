@@ -51,7 +51,8 @@ class SelfDrafter(LogitDrafter):
     def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:  # (V,)
         if context.root_row + 1 + len(drafted) > self._cache.capacity:
             return None
-        return (yield from self._follower.follow(self._head(context), drafted, 1))[0]
+        logits: Floats = (yield from self._follower.follow(self._head(context), drafted, 1))[0]
+        return logits
 
     def _head(self, context: DraftContext) -> list[int]:
         """The root; the rows after it are this drafter's own of this round from here on."""

@@ -9,6 +9,7 @@ import pytest
 
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
@@ -34,7 +35,7 @@ def test_every_way_tells_what_it_did() -> None:
     for name in SEARCH_KINDS:
         form = ChoiceConstraint(ChoiceTrie([[1, 2, 3], [4, 5]], [END])) if name == "aligned" else None
         trial = Trial(LettersBackend(400), constraint=form, **options_of(name))
-        found, use = trial.tokens(), trial.strategy.search_use()
+        found, use = trial.tokens(), trial.strategy.search
         assert 1 <= len(found) <= 12
         assert (use.search, use.lossless) == (name, name == "samples")
         assert use.passes > 0 and use.rows >= use.passes

@@ -31,7 +31,7 @@ def test_trees_give_the_text_of_plain_decoding(
     plain = reference.plain(config)
     drafted = reference.decode(config, drafters, width=width)
     assert drafted.rounds is not None
-    assert drafted.rounds.statistics.drafted > drafted.rounds.statistics.rounds
+    assert drafted.rounds.speculation.drafted > drafted.rounds.speculation.rounds
     assert drafted.tokens == plain.tokens
     # Cache rows of the accepted branch were moved together; a numpy product of other shapes differs in rounding.
     for actual, expected in zip(drafted.cache.keys, plain.cache.keys, strict=True):
@@ -46,7 +46,7 @@ def test_other_verifications_run_and_are_greedy_without_temperature(
     config = replace(GREEDY, temperature=temperature, seed=3, verification=name)
     drafted = reference.decode(config, ("model",), width=1)
     assert drafted.rounds is not None
-    assert drafted.rounds.statistics.drafted > 0
+    assert drafted.rounds.speculation.drafted > 0
     assert len(drafted.tokens) == TOKENS
     if temperature == 0:
         assert drafted.tokens == reference.plain(GREEDY).tokens
@@ -72,7 +72,7 @@ def test_forced_tokens_are_drafted_and_accepted(reference: Subject) -> None:
     assert plain.tokens[:-1] in choices
     assert drafted.tokens == plain.tokens
     assert drafted.rounds is not None
-    assert drafted.rounds.statistics.accepted == drafted.rounds.statistics.drafted >= 6
+    assert drafted.rounds.speculation.accepted == drafted.rounds.speculation.drafted >= 6
 
 
 def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None:
@@ -80,7 +80,7 @@ def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None
     drafted = reference.decode(GREEDY, ("model",), noise=1e9)
     assert drafted.rounds is not None
     # Steps for which no drafter was asked are plain already.
-    assert drafted.rounds.statistics.rechecked == drafted.rounds.statistics.recovered > 5
+    assert drafted.rounds.speculation.rechecked == drafted.rounds.speculation.recovered > 5
     assert drafted.tokens == plain.tokens
 
 
