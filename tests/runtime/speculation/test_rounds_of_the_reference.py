@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from edgeinfer.core.options.reply import GenerationConfig
-from edgeinfer.runtime.backends.contract import Pass, PassResult
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
+from tests.alone import Alone
 from tests.runtime.speculation.subjects import GREEDY, PENALISED, PROMPT, SAMPLED, TOKENS, Subject, Witness, bundles
 
 
 @pytest.fixture(scope="module")
 def reference() -> Subject:
     target, drafter = bundles("8-bit-32", "portable")
-    return Subject(target, ReferenceBackend(target, 64), lambda: ReferenceBackend(drafter, 64))
+    backend = Alone(ReferenceBackend(target, 64), 64)
+    return Subject(target, backend, lambda: Alone(ReferenceBackend(drafter, 64), 64))
 
 
 @pytest.mark.parametrize("width", [2, 3])
@@ -85,19 +88,19 @@ def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None
 
 
 def test_a_failed_pass_leaves_the_cache_as_it_was(reference: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference.engine.forget()
+    reference.conversation.forget()
     sampler = Witness(GREEDY, 320)
     rounds = reference.rounds(sampler, GREEDY, ("exit",), 1, 0.0)
-    steps = reference.engine.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
+    steps = reference.conversation.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     next(steps)
-    whole = reference.backend.forward
+    whole = reference.backend.model.forward
 
-    def fails(batch: Pass) -> PassResult:
-        if batch.hidden is not None:
+    def fails(passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
+        if passes[0][1].hidden is not None:
             raise RuntimeError("broken")
-        return whole(batch)
+        return whole(passes)
 
-    monkeypatch.setattr(reference.backend, "forward", fails)
+    monkeypatch.setattr(reference.backend.model, "forward", fails)
     with pytest.raises(RuntimeError, match="broken"):
         next(steps)
     monkeypatch.undo()
