@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from edgeinfer.bundle.layouts import Layout
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass
-from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, main_branch_first
+from tests.alone import Alone
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
 
@@ -60,7 +61,7 @@ def test_the_main_branch_comes_first_and_the_tree_stays_the_same(draft: Draft) -
 
 
 @pytest.fixture(scope="module", params=["native", "portable"])
-def backend(request: pytest.FixtureRequest) -> Iterator[GraphBackend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Alone[Any]]:
     """A small model with a sliding window, in blocks of 128."""
     layout: Layout = request.param
     if layout == "native":
@@ -71,7 +72,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[GraphBackend]:
     backend.close()
 
 
-def feed(backend: GraphBackend, root: int, draft: Draft) -> Floats:  # (S, V)
+def feed(backend: Alone[Any], root: int, draft: Draft) -> Floats:  # (S, V)
     """One pass over root and draft."""
     start = backend.cache.length
     positions = start + np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
@@ -82,7 +83,7 @@ def feed(backend: GraphBackend, root: int, draft: Draft) -> Floats:  # (S, V)
 
 @given(trees(), st.integers(1, PAST), st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_branch_has_the_bits_of_a_chain(backend: GraphBackend, draft: Draft, past: int, data: st.DataObject) -> None:
+def test_a_branch_has_the_bits_of_a_chain(backend: Alone[Any], draft: Draft, past: int, data: st.DataObject) -> None:
     """The main branch everywhere, any other where attention reads pages."""
     draft = main_branch_first(draft)
     branch = list(range(1 + main_branch_size(draft)))

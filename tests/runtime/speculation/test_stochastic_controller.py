@@ -13,8 +13,9 @@ from scipy.stats import chisquare
 
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Pass, PassResult
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
+from edgeinfer.runtime.decoding.strategy import Passes
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
@@ -47,7 +48,7 @@ class Target(TableBackend):
     geometry = TableBackend.geometry.__class__(V, 1, 1, 1, 1, 1000)
     capabilities = TableBackend.capabilities.__class__(layer_skip=False, hidden=False, tree=True)
 
-    def forward(self, batch: Pass) -> PassResult:
+    def _forward(self, cache: KVCache, batch: Pass) -> PassResult:
         tokens, tree = batch.tokens, batch.tree
         parents = range(-1, len(tokens) - 1) if tree is None else tree.tolist()
         paths: list[list[int]] = []
@@ -64,7 +65,8 @@ class Drafter(LogitDrafter):
     name = "model"
     uses_target = False
 
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats:
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:
+        yield from ()
         return drafter_logits([*context.tokens, *drafted])
 
 
@@ -73,10 +75,11 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     processor = LogitsProcessor(config, V, config.seed or 0)
     sampler = Sampler(processor, PROMPT)
     verification = config.verification
-    rounds = eager_rounds(backend, sampler, [Drafter(V)], Prices(FLAT), verification=verification, most=9, width=width)
-    steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
+    text = Text(backend, backend.cache, 4)
+    rounds = eager_rounds(text, sampler, [Drafter(V)], Prices(FLAT), verification=verification, most=9, width=width)
+    steps = text.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     tokens = tuple(step.token for step in steps)
-    assert rounds.statistics.drafted > 0
+    assert rounds.speculation.drafted > 0
     return tokens
 
 

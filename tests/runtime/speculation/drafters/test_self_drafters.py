@@ -15,7 +15,6 @@ from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import ExpertChoice
-from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.strategy import run_alone
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.self_drafters import (
@@ -106,12 +105,12 @@ def test_drafters_may_take_turns_at_the_targets_cache(kind: str, target: Alone[A
     now, drafted = context(PROMPT), [5, 6]
     first = guesses_of(early, now, drafted, 1)
     guesses_of(skip, now, drafted, 1)
-    assert early.resume(now, drafted) is None
+    assert run_alone(early.resume(now, drafted)) is None
     target.cache.trim(len(PROMPT) - 1)
     assert guesses_of(skip, now, [5, 7], 1)[0].token == cheap_logits(target, "skip", PROMPT, [5, 7]).argmax()
     early.begin(PROMPT)
     assert guesses_of(early, now, drafted, 1) == first
-    resumption = early.resume(now, drafted)
+    resumption = run_alone(early.resume(now, drafted))
     assert resumption is not None
     whole = feed(target, [PROMPT[-1], *drafted], layer_mask=resumption.layer_mask, hidden=resumption.hidden)
     cache = target.cache.snapshot()
@@ -144,7 +143,7 @@ def test_nothing_is_kept(target: Alone[Any], name: str) -> None:
 
 
 def test_exits_and_masks_that_fit_no_model_are_refused() -> None:
-    target = ReferenceBackend(export("reference"), 64)
+    target = make_backend("reference", export("reference"))
     for number in (0, LAYERS):
         with pytest.raises(UsageError, match=rf"no exit after layer {number}\. Choose one from 1 to 3"):
             EarlyExitDrafter(*pair(target), number)
@@ -166,8 +165,8 @@ def test_two_layers_are_too_few_to_skip_one() -> None:
 
 
 def test_a_backend_that_only_decodes_is_refused() -> None:
-    target = ReferenceBackend(export("reference"), 64)
-    target.capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
+    target = make_backend("reference", export("reference"))
+    target.model.capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
     for name, make in DRAFTERS.items():
         with pytest.raises(CapabilityError, match=r"reference backend cannot .* another drafter"):
             make(target)
