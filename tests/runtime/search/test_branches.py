@@ -39,7 +39,8 @@ CAPACITY = 64
 def parts_of(backend: Any) -> SearchParts:
     config = GenerationConfig()
     sampler = Sampler(LogitsProcessor(config, V, 0), PROMPT)
-    return SearchParts(Sequence(getattr(backend, "model", backend), backend.cache, 4), sampler, config, frozenset(), Letters(), continues=False)
+    text = Sequence(getattr(backend, "model", backend), backend.cache, 4)
+    return SearchParts(text, sampler, config, frozenset(), Letters(), continues=False)
 
 
 def feeder_of(backend: Any) -> Feeder:

@@ -71,14 +71,14 @@ def test_only_some_follow_a_constraint(name: str) -> None:
     config = GenerationConfig(**nested(options_of(name)), max_tokens=8)
     sampler = Sampler(LogitsProcessor(config, V, 1), PROMPT, ChoiceConstraint(ChoiceTrie(choices, [END])))
     backend = LettersBackend()
-    rest: dict[str, Any] = {"cancelled": lambda: False, "fed": tuple, "chunk": 16, "continues": False}
-    parts = SearchParts(backend, sampler, config, frozenset({END}), Letters(), **rest, small=LettersAnchor)
+    text, stops = Sequence(backend, backend.cache, 16), frozenset({END})
+    parts = SearchParts(text, sampler, config, stops, Letters(), continues=False, small=LettersAnchor)
     if not SEARCH_KINDS[name].constrained:
         with pytest.raises(UsageError, match="cannot follow a grammar"):
             make_search(parts, forgets=False)
         return
     trial = Trial(backend, constraint=ChoiceConstraint(ChoiceTrie(choices, [END])), **options_of(name))
-    trial.sampler, trial.strategy = sampler, make_search(parts, forgets=False)
+    trial.sequence, trial.sampler, trial.strategy = text, sampler, make_search(parts, forgets=False)
     assert trial.tokens() in [[*choice, END] for choice in choices]
 
 
