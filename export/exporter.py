@@ -82,10 +82,10 @@ def export_native(
         module = opened.enter_context(open_module(config, family, own))
         described = pad_heads(stored)
         planned = PlannedTensors(checkpoint, described.plans)
-        config = replace(config, name=config.name or source.resolve().name)
+        name = config.name or source.resolve().name
         architecture = hf_config.architecture or hf_config.model_type
         conversion = _Conversion(
-            config, architecture, sidecar, described, planned, stored.parameters, module, progress, check
+            config, name, architecture, sidecar, described, planned, stored.parameters, module, progress, check
         )
         with write_bundle(out, replace_existing=config.force) as work:
             conversion.write(work)
@@ -122,6 +122,7 @@ class _Conversion:
     """A checkpoint that was read, and the bundle that is made of it, once or twice."""
 
     asked: ExportConfig
+    name: str
     architecture: str
     sidecar: Sidecar
     described: Described
@@ -147,7 +148,7 @@ class _Conversion:
         self.costs = weights.costs
         tensors, layout = _table(self.described, weights.quant, config.layout, native=module is not None)
         manifest = Manifest(
-            name=config.name or self.architecture,
+            name=self.name,
             architecture=self.architecture,
             backend="onnx",
             geometry=spec.geometry,

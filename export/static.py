@@ -225,7 +225,7 @@ class _StaticDecoder(_StaticOperators):
         return self._graph.op("Transpose", [value], result, perm=[0, 2, 1, 3])
 
     def _rotate(self, value: str, result: str) -> str:
-        """Rotates the first dimensions of every head in halves, as edgeinfer.bundle.arithmetic.rotate does."""
+        """Rotates the first dimensions of every head in halves, as edgeinfer.nn.arithmetic.rotate does."""
         graph, half = self._graph, self._spec.rope.dim // 2
         rest = self._spec.head_dim - 2 * half
         parts = [f"{result}.{part}" for part in ("a", "b", "rest")[: 3 if rest else 2]]

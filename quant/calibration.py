@@ -109,7 +109,7 @@ def calibrate(
     states = tuple((visitor.embedding(rows) if replaced else rows)[places] for replaced in quantized)
     for layer in range(spec.num_layers):
         states = walk.run(layer, states)
-    head = walk.statistics(walk.norm("final_norm", states))
+    head = walk.statistics(tuple(walk.norm("final_norm", state) for state in states))
     assert head is not None, "there are tokens"
     return Calibration(len(tokens), head, tuple(walk.uses))
 

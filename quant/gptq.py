@@ -27,8 +27,9 @@ from edgeinfer.quant.statistics import InputStatistics
 Floats = NDArray[np.float32]
 # Rows and weights at once at most: with a quarter of the rows numpy's calls take a fifth longer.
 _ROWS, _VALUES = 2048, 1 << 22
-# Columns up to which there are sweeps of the refinement: above, one takes longer than all else.
-_SWEPT = 2048
+# Columns up to which there are sweeps of the refinement: in models of half a billion weights, one takes as long as all
+# else that rounding does.
+_SWEPT = 768
 # Columns of a product with the factor, which is half zeros.
 _PANEL = 256
 # This share of the mean is added to each diagonal element besides, so that the errors of inputs of huge energy are not

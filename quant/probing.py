@@ -16,15 +16,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.results import Progress
-from edgeinfer.quant.calibration_layers import LayerWalk, Signal, Tensors
+from edgeinfer.nn.arithmetic import log_softmax
+from edgeinfer.nn.decoder import Decoder, DecoderRun, Tensors, WholeTexts
+from edgeinfer.quant.calibration_layers import Signal, StreamWalk
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 # Called for every matrix with its name, its values and its inputs (T, K); inputs of experts are already multiplied by
-# what their results will be. The embedding's are None.
+# what their results will be. An embedding's are None, unless it is the head, too.
 Look = Callable[[str, Floats, Floats | None], None]
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -51,10 +52,10 @@ def expert_group(name: str) -> str:
     return _EXPERT.sub(".experts.*.", name)
 
 
-def rounded(weight: Floats, levels: float = _LEVELS) -> Floats:  # (N, K) -> (N, K)
-    """A matrix rounded for a probe: to the nearest of 2 `levels` + 1 values of each block."""
+def rounded(weight: Floats, levels: float = _LEVELS, block: int = _BLOCK) -> Floats:  # (N, K) -> (N, K)
+    """A matrix rounded as for a probe: to the nearest of 2 `levels` + 1 values of each block."""
     n, k = weight.shape
-    blocks = np.pad(weight, ((0, 0), (0, -k % _BLOCK))).reshape(n, -1, _BLOCK)
+    blocks = np.pad(weight, ((0, 0), (0, -k % block))).reshape(n, -1, block)
     step = np.maximum(np.abs(blocks).max(axis=2, keepdims=True) / np.float32(levels), np.float32(1e-30))
     values: Floats = np.rint(blocks / step) * step
     return values.reshape(n, -1)[:, :k]
@@ -75,7 +76,8 @@ def probe_decoder(
     walk = _ProbeWalk(spec, tensors, [len(text) for text in texts], look)
     tokens = np.concatenate(list(texts))
     embedding = tensors("embed")
-    look("embed", embedding, None)
+    if not spec.tied:
+        look("embed", embedding, None)
     rows = embedding[tokens]
     coarse = rounded(rows)
     walk.errors["embed"] = {"embed": _mean_square(coarse - rows)}
@@ -85,11 +87,11 @@ def probe_decoder(
         streams = walk.step(layer, streams)
         if progress is not None:
             progress("sensitivity", layer + 1, spec.num_layers)
-    final = dict(zip(streams, walk.norm("final_norm", tuple(streams.values())), strict=True))
+    final = {name: walk.norm("final_norm", stream) for name, stream in streams.items()}
     own = "embed" if spec.tied else "head"
     head = tensors(own)
+    look(own, head, final[""])
     if not spec.tied:
-        look("head", head, final[""])
         final["head"] = final[""]
         walk.errors["head"] = {"head": 1.0}
     found = _divergences(head, final, {own: _LEVELS})
@@ -104,32 +106,22 @@ def joint_factor(spec: DecoderSpec, tensors: Tensors, texts: Sequence[Ints], pro
     streams: Signal = (rows, rounded(rows, _JOINT_LEVELS))
     for layer in range(spec.num_layers):
         streams = walk.run(layer, streams)
-    final = dict(zip(("", "all"), walk.norm("final_norm", streams), strict=True))
+    final = {name: walk.norm("final_norm", stream) for name, stream in zip(("", "all"), streams, strict=True)}
     found = _divergences(tensors("embed" if spec.tied else "head"), final, {"all": _JOINT_LEVELS})["all"]
     # Squared errors grow with the squares of steps.
     said = sum(probe.kl for probe in probes.values()) * (_LEVELS / _JOINT_LEVELS) ** 2
     return found / said if said else 1.0
 
 
-class _PlainWalk(LayerWalk):
-    """Runs layers with the weights as they are."""
-
-    def __init__(self, spec: DecoderSpec, tensors: Tensors, lengths: Sequence[int]) -> None:
-        super().__init__(spec, tensors, lengths, lambda name, weight, statistics: weight, (False,), hessian=False)
-
-    def weights(self, name: str, inputs: Signal) -> Signal:
-        return (self.tensors(name),) * len(inputs)
-
-
-class _JointWalk(_PlainWalk):
+class _JointWalk(StreamWalk):
     """Runs layers for the unrounded stream and for one in which all matrices are rounded."""
 
     def weights(self, name: str, inputs: Signal) -> Signal:
-        weight = self.tensors(name)
+        weight = self.tensor(name)
         return weight, rounded(weight, _JOINT_LEVELS)
 
 
-class _ProbeWalk(_PlainWalk):
+class _ProbeWalk(StreamWalk):
     """Runs layers for the unrounded stream and for the probes."""
 
     def __init__(self, spec: DecoderSpec, tensors: Tensors, lengths: Sequence[int], look: Look) -> None:
@@ -137,7 +129,6 @@ class _ProbeWalk(_PlainWalk):
         super().__init__(spec, self._hold, lengths)
         self.errors: dict[str, dict[str, float]] = {}
         self._read = tensors
-        self._lengths = list(lengths)
         self._look = look
         self._names: list[str] = []
 
@@ -157,15 +148,16 @@ class _ProbeWalk(_PlainWalk):
         for start in range(0, len(rest), _STREAMS):
             names = rest[start : start + _STREAMS]
             # As texts of one stream, so that each weight is multiplied by all of them at once.
-            walk = _PlainWalk(self.spec, self._hold, self._lengths * len(names))
-            (moved,) = walk.run(layer, (np.concatenate([streams[name] for name in names]),))
+            decoder = Decoder(self.spec, self._hold, max(self._lengths))
+            texts = WholeTexts(self.spec, self._lengths * len(names))
+            moved = decoder.layer(layer, np.concatenate([streams[name] for name in names]), DecoderRun(texts))
             after |= zip(names, np.split(moved, len(names)), strict=True)
         self._cached.clear()
         return after
 
     def weights(self, name: str, inputs: Signal) -> Signal:
         """The matrix for all streams except that of its own probe, for which it is rounded."""
-        weight = self.tensors(name)
+        weight = self.tensor(name)
         group = expert_group(name)
         x = inputs[self._names.index("")]
         self._look(name, weight, x)

@@ -29,11 +29,11 @@ from edgeinfer.apps.bench.texts import (
     exact_prompts,
     story_ids,
 )
-from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.core.errors import EdgeInferError, TemplateError, UsageError
 from edgeinfer.core.options import format_size, parse_size
 from edgeinfer.core.options.load import KV_TYPES
+from edgeinfer.nn.arithmetic import log_softmax
 
 _BEYOND = 4  # tokens after an answer that show whether a reply says more
 _AUTO, _FLOAT_BITS = "auto", 32

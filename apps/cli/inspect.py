@@ -105,7 +105,8 @@ def quality_rows(quality: QualityRecord | None) -> list[tuple[str, str]]:
         return []
     caches = [(f"{cache.kv_type} cache adds", f"{cache.divergence:.3g} nats/token") for cache in quality.caches]
     divergence = f"{quality.divergence:.3g} nats/token from the float model, over {quality.tokens} tokens"
-    return [("divergence", divergence), ("same token", f"{quality.top1:.1%}"), *caches]
+    loops = [] if quality.repeating is None else [("replies that loop", f"{quality.repeating:.0%}")]
+    return [("divergence", divergence), ("same token", f"{quality.top1:.1%}"), *loops, *caches]
 
 
 def execute(args: argparse.Namespace) -> int:

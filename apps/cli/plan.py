@@ -68,6 +68,8 @@ def execute(args: argparse.Namespace) -> int:
         _print_plan(plan)
         if engine:
             print(f"Runs on: {engine_words(engine)}.")
+        elif model is not None:
+            _print_quality(model)
         if args.curve:
             _print_curve(plan)
         if args.verbose:
@@ -104,6 +106,16 @@ def _print_plan(plan: MemoryPlan) -> None:
     if plan.disk is not None:
         print(_from_disk(plan))
     print(_basis(plan))
+
+
+def _print_quality(model: str) -> None:
+    """Print a converted model's bits and how far it is from the float model."""
+    from edgeinfer import hub
+    from edgeinfer.bundle.opening import open_bundle
+    from edgeinfer.tools.checking import described
+
+    for line in described(open_bundle(hub.resolve(model)).manifest):
+        print(line)
 
 
 def _verdict(plan: MemoryPlan) -> str:

@@ -96,7 +96,8 @@ class ConversationEndpoints(Endpoints):
         _short(changes.get("title", ""), _LONGEST_TITLE, "title")
         _short(changes.get("system", ""), _LONGEST_TEXT, "system")
         if "options" in body:
-            changes["options"] = checked_options(body["options"])
+            checked_options(body["options"])
+            changes["options"] = body["options"]
         if "choice" in body:
             changes["choice"] = _choice(body["choice"])
         id = request.path_params["id"]

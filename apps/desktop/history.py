@@ -229,15 +229,19 @@ class History:
         leaf: str | None = None,
         choice: ModelChoice | None = None,
     ) -> Conversation:
-        """Change the given fields of a conversation."""
+        """Change the given fields of a conversation; options are merged, and None removes one."""
         given = {"title": title, "system": system, "leaf": leaf, "choice": _optional_json(choice)}
-        given["options"] = None if options is None else _json(options)
         changes = {name: value for name, value in given.items() if value is not None}
-        if leaf is not None:
-            self._require(self.conversation(id), leaf)
-        if changes:
-            names = ", ".join(f"{name} = ?" for name in changes)
-            self._database.execute(f"UPDATE conversations SET {names} WHERE id = ?", (*changes.values(), id))
+        with self._database.transaction() as connection:
+            before = self.conversation(id)
+            if leaf is not None:
+                self._require(before, leaf)
+            if options is not None:
+                merged = {**before.options, **options}
+                changes["options"] = _json({name: value for name, value in merged.items() if value is not None})
+            if changes:
+                names = ", ".join(f"{name} = ?" for name in changes)
+                connection.execute(f"UPDATE conversations SET {names} WHERE id = ?", (*changes.values(), id))
         return self.conversation(id)
 
     def delete(self, id: str) -> None:

@@ -1,8 +1,4 @@
-"""Request bodies: how many are received at once, from which address, their total size, and their JSON.
-
-Beyond the limits, the slowest body of the address with the most is dropped, so that a body that arrives at once always
-finds room.
-"""
+"""The JSON of request bodies, checked before and after it is parsed."""
 
 from __future__ import annotations
 
@@ -10,9 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
-import random
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -23,111 +17,9 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.openai.errors import RequestError
 
 # Key of a scope: the context manager around the use of a request's body.
-UPLOAD = "edgeinfer.upload"
+BODY = "edgeinfer.body"
 # Parsing a larger body would delay other streams: one is parsed at a time, on another thread.
-_LARGE = 64 * 1024
-# Clients whose refusal is delayed; each keeps a connection.
-_MOST_PUT_OFF = 256
-_HINT = "Try again in a moment."
-
-
-class Uploads:
-    """Bodies being received or parsed."""
-
-    def __init__(self, security: Security) -> None:
-        self._security = security
-        self._unfinished: set[Upload] = set()
-        self._kept_bytes = 0
-        self._put_off = 0
-        self._reading = asyncio.Lock()
-
-    def begin(self, address: str) -> Upload:
-        """Register a body that a client is about to send."""
-        upload = Upload(self, address, self._security)
-        self._unfinished.add(upload)
-        self._make_room(upload)
-        return upload
-
-    def _make_room(self, latest: Upload) -> None:
-        """Drop unfinished bodies until the rest is within the limits."""
-        while (worst := self._worst(latest)) is not None:
-            worst.give_up()
-            if worst is latest:
-                raise RequestError("The server is receiving as much as it can.", _HINT, status=503, code="server_busy")
-
-    def _worst(self, latest: Upload) -> Upload | None:
-        """Return the body to drop; None while all are within the limits."""
-        security, unfinished = self._security, self._unfinished
-        if unfinished:
-            address, most = Counter(upload.address for upload in unfinished).most_common(1)[0]
-            if len(unfinished) > security.max_uploads or most > security.max_uploads_each:
-                rivals = [upload for upload in unfinished if upload.address == address]
-                return min(rivals, key=lambda upload: (upload is latest, upload.deadline))
-        if self._kept_bytes <= max(security.max_bodies, security.max_body):
-            return None
-        # Complete bodies stay; one large body goes before many small ones.
-        return max((*unfinished, latest), key=lambda upload: upload.size)
-
-    async def put_off(self) -> None:
-        """Delay a refusal, so that clients that retry at once cost others less."""
-        if self._put_off >= _MOST_PUT_OFF:
-            return
-        self._put_off += 1
-        try:
-            # Spread out, so that clients refused together do not retry together.
-            await asyncio.sleep(self._security.refusal_seconds * random.uniform(0.5, 1.5))
-        finally:
-            self._put_off -= 1
-
-
-class Upload:
-    """One body."""
-
-    def __init__(self, uploads: Uploads, address: str, security: Security) -> None:
-        self._uploads = uploads
-        self._rate = security.body_rate
-        self._waiting: asyncio.Timeout | None = None
-        self.address = address  # of its sender
-        self.size = 0  # bytes so far
-        # For the next part, by the event loop's clock.
-        self.deadline = asyncio.get_running_loop().time() + security.body_seconds
-
-    @contextlib.asynccontextmanager
-    async def waiting(self) -> AsyncIterator[None]:
-        """Limit the wait for the next part."""
-        try:
-            async with asyncio.timeout_at(self.deadline) as self._waiting:
-                yield
-        finally:
-            self._waiting = None
-
-    def add(self, nbytes: int, *, last: bool) -> None:
-        """Count a part; each byte extends the deadline."""
-        self.size += nbytes
-        self._uploads._kept_bytes += nbytes
-        self.deadline += nbytes / self._rate
-        if last:
-            self._uploads._unfinished.discard(self)
-        self._uploads._make_room(self)
-
-    def give_up(self) -> None:
-        """Drop the body to make room for others."""
-        self.end()
-        self.deadline = 0.0  # in the past
-        if self._waiting is not None and not self._waiting.expired():
-            self._waiting.reschedule(self.deadline)
-
-    def read(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Hold the parser's turn, which large bodies take one at a time."""
-        return self._uploads._reading if self.size > _LARGE else contextlib.nullcontext()
-
-    def end(self) -> None:
-        """Free its bytes; may be called repeatedly."""
-        self._uploads._unfinished.discard(self)
-        self._uploads._kept_bytes -= self.size
-        self.size = 0
-
-
+LARGE = 64 * 1024
 # Fields that are compiled, or put into the prompt as they are; compiling takes time that grows with their size.
 _COMPILED = (
     "response_format", "format", "output_config", "tools", "functions", "text", "json_schema", "regex", "grammar",
@@ -152,10 +44,10 @@ async def json_body(
 ) -> AsyncIterator[dict[str, Any]]:
     """Give a request's JSON object while it is used; large bodies take turns. See `read_json`."""
     data = await _bytes(request, most)
-    async with request.scope.get(UPLOAD, contextlib.nullcontext)():
+    async with request.scope.get(BODY, contextlib.nullcontext)():
         if optional and not data:
             yield {}
-        elif len(data) <= _LARGE:
+        elif len(data) <= LARGE:
             yield parse_json(data, security)
         else:
             body = await asyncio.to_thread(parse_json, data, security)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -13,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgeinfer.apps.server.bodies import UPLOAD, Upload, Uploads
+from edgeinfer.apps.server.bodies import BODY, LARGE
 from edgeinfer.apps.server.errors import ClientGoneError, error_response, let_go
 from edgeinfer.apps.server.metrics import Metrics
 from edgeinfer.apps.server.security import KeyUse, Security
@@ -23,8 +24,6 @@ logger = logging.getLogger("edgeinfer.server")
 
 # nginx's status for a client that hung up; only the log shows it.
 _CLIENT_GONE = 499
-# Statuses of bodies refused while they were received, or before.
-_PUT_OFF = (408, 413)
 
 
 class Guard:
@@ -34,15 +33,15 @@ class Guard:
         self._app = app
         self.security = security
         self._metrics = metrics
-        self._open = 0
-        self.uploads = Uploads(security)
+        self.bytes_in_hand = 0  # of bodies being received or parsed
+        self.parsing = asyncio.Lock()  # held while a large body is parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        answer = _Answer(send, self.uploads)
+        answer = _Answer(send)
         body = _Body(receive, scope, self)
         try:
             await self._serve(scope, body, answer)
@@ -52,21 +51,11 @@ class Guard:
             self._metrics.disconnected()
         finally:
             body.end()
-            scope.pop(UPLOAD, None)
+            scope.pop(BODY, None)
             self._metrics.answered(answer.status)
             ms = (time.perf_counter() - started) * 1e3
             # Neither query nor body, which may quote a prompt; the path is quoted, as it may contain anything.
             logger.info("%s %r %d %.0f ms", scope["method"], scope["path"], answer.status, ms)
-
-    def begin(self) -> None:
-        """Take one of the server's places for a request whose body is complete."""
-        if self._open >= self.security.max_requests:
-            raise RequestError("The server is busy.", "Try again in a moment.", status=503, code="server_busy")
-        self._open += 1
-
-    def end(self) -> None:
-        """Free the place of a finished request."""
-        self._open -= 1
 
     async def _serve(self, scope: Scope, body: _Body, answer: _Answer) -> None:
         headers = Headers(scope=scope)
@@ -129,17 +118,14 @@ class KeyRequired:
 class _Answer:
     """Send an answer with the headers that all answers have, and remember its status."""
 
-    def __init__(self, send: Send, uploads: Uploads) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._uploads = uploads
         self.status = 0
         self.headers = {"X-Request-Id": f"req_{secrets.token_hex(12)}", "X-Content-Type-Options": "nosniff"}
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self.status in _PUT_OFF:
-                await self._uploads.put_off()
             headers = MutableHeaders(scope=message)
             for name, value in self.headers.items():
                 headers[name] = value
@@ -152,76 +138,68 @@ class _Answer:
 
 
 class _Body:
-    """Receive a request's body and refuse one that is too large or too slow. A request takes one of the server's places
-    once its body is complete: clients that never send one block no others. Without the required key, the body is not
-    even awaited."""
+    """Receive a request's body, or refuse it: one too large or too slow, or for which there is no room. Without the
+    required key, it is not even awaited."""
 
     def __init__(self, receive: Receive, scope: Scope, guard: Guard) -> None:
-        headers = Headers(scope=scope)
         self._receive = receive
         self._guard = guard
         self._security = guard.security
-        self._address = str((scope.get("client") or ("",))[0])
-        self._announced = headers.get("content-length", "")
-        self._received = 0
-        self._started = False
-        # Without these headers there is no body to wait for.
-        self._complete = "transfer-encoding" not in headers and self._announced.strip("0") == ""
-        self._upload: Upload | None = None
-        scope[UPLOAD] = self.read
+        self._announced = Headers(scope=scope).get("content-length", "")
+        self._whole = False
+        self._deadline: float | None = None  # for the next part, by the event loop's clock
+        self._size = 0
+        self._kept = 0  # bytes that count among those in hand
+        scope[BODY] = self.read
 
     def check_announced(self) -> None:
-        """Refuse a body by its announced size before reading any of it, and a request for which there is no place."""
+        """Refuse a body by its announced size before reading any of it."""
         if self._announced.isdecimal() and int(self._announced[:20]) > self._security.max_body:
             raise self._too_large()
-        if self._complete:
-            self._begin()
 
     async def receive(self) -> Message:
-        if self._complete:
+        if self._whole:
             return await self._receive()
-        if self._upload is None:
-            self._upload = self._guard.uploads.begin(self._address)
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().time() + self._security.body_seconds
         try:
-            async with self._upload.waiting():
+            async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError as error:
             text = "The request's body did not arrive in time."
             raise RequestError(text, "Send it faster.", status=408, code="request_timeout") from error
-        size, more = len(message.get("body", b"")), message.get("more_body", False)
-        self._received += size
-        if self._received > self._security.max_body:
-            raise self._too_large()
-        self._complete = not more
-        self._upload.add(size, last=self._complete)
-        if self._complete and message["type"] == "http.request":
-            self._begin()
+        self._whole = not message.get("more_body", False)
+        self._add(len(message.get("body", b"")))
         return message
+
+    def _add(self, nbytes: int) -> None:
+        """Count a part; each byte extends the deadline."""
+        assert self._deadline is not None, "set before anything is received"
+        self._deadline += nbytes / self._security.body_rate
+        self._size += nbytes
+        self._kept += nbytes
+        self._guard.bytes_in_hand += nbytes
+        if self._size > self._security.max_body:
+            raise self._too_large()
+        # Small bodies find room whatever large ones take.
+        room = max(self._security.max_bodies, self._security.max_body)
+        if self._size > LARGE and self._guard.bytes_in_hand > room:
+            message = "The server is receiving as much as it can."
+            raise RequestError(message, "Try again in a moment.", status=503, code="server_busy")
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[None]:
-        """Hold the parser's turn while the body is used, then free it."""
-        if self._upload is None:
-            yield
-            return
-        async with self._upload.read():
+        """Hold the parser's turn, which large bodies take one at a time, while the body is used, then free it."""
+        async with self._guard.parsing if self._size > LARGE else contextlib.nullcontext():
             try:
                 yield
             finally:
-                self._upload.end()
+                self.end()
 
     def end(self) -> None:
-        """Free everything the request took."""
-        if self._upload is not None:
-            self._upload.end()
-        if self._started:
-            self._started = False
-            self._guard.end()
-
-    def _begin(self) -> None:
-        if not self._started:
-            self._guard.begin()
-            self._started = True
+        """Free its bytes; may be called repeatedly."""
+        self._guard.bytes_in_hand -= self._kept
+        self._kept = 0
 
     def _too_large(self) -> RequestError:
         message = f"The request's body is larger than {self._security.max_body} bytes."

@@ -130,15 +130,10 @@ class Security:
     max_body: int = 4 * 1000**2  # bytes of a request's body
     max_depth: int = 100  # nesting of objects and arrays in a body
     max_schema: int = 256 * 1000  # characters of a schema, a grammar, or a list of tools
-    max_requests: int = 256  # with complete bodies, running or waiting
-    # Bodies received at once, in all and per address; beyond, the slowest are dropped.
-    max_uploads: int = 64
-    max_uploads_each: int = 48
-    max_bodies: int = 16 * 1000**2  # bytes of all bodies being received or parsed
+    max_bodies: int = 16 * 1000**2  # bytes of all bodies being received or parsed, beyond which large ones are refused
     max_values: int = 300_000  # objects, arrays and their members in a body
     body_seconds: float = 10.0  # for a body to arrive, plus a second for every `body_rate` bytes of it
     body_rate: int = 16 * 1000  # bytes per second, at least
-    refusal_seconds: float = 3.0  # average delay of the refusal of a body that is too large or too late
     comment_seconds: float = 10.0  # silence after which a stream sends a comment
 
     def __post_init__(self) -> None:

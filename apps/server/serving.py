@@ -1,19 +1,17 @@
-"""Serves an application on a port with uvicorn, limits how slowly clients may send and receive, and refuses in OpenAI's
-format."""
+"""Serves an application on a port with uvicorn, and closes connections whose clients are too slow or too many."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
-import json
+import math
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import h11
 import uvicorn
@@ -21,7 +19,6 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgeinfer.core.errors import Setting, UsageError
-from edgeinfer.openai.errors import RequestError, error_body
 
 # Seconds for open streams to end by themselves once the server stops.
 _GRACE = 5
@@ -51,7 +48,7 @@ class Server:
         # Fixed choices: other installed packages must not change how the server behaves.
         config = uvicorn.Config(
             app,
-            http=ServerProtocol,
+            http="h11",
             ws="none",
             loop="asyncio",
             lifespan="on",
@@ -60,6 +57,7 @@ class Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            limit_concurrency=_Uvicorn.most_connections,
             timeout_graceful_shutdown=_GRACE,
         )
         self._ready = ready
@@ -102,8 +100,31 @@ class Server:
             self.stop()
 
 
+# What a connection waits for, and what changes when that comes on.
+_Wait = tuple[str, object]
+
+
+def _wait_of(connection: H11Protocol) -> _Wait | None:
+    """What a connection waits for from its client; None while the server is at work."""
+    conn, transport = connection.conn, connection.transport
+    if connection.flow.write_paused or transport.is_closing():
+        return "take", transport.get_write_buffer_size()
+    if conn.their_state is h11.SEND_BODY:
+        return "rest" if conn.our_state is h11.DONE else "body", connection.cycle
+    return ("head", connection.cycle) if conn.their_state is h11.IDLE else None
+
+
 class _Uvicorn(uvicorn.Server):
-    """uvicorn with callbacks for start and stop, and with signals as a normal way to end."""
+    """uvicorn with callbacks for start and stop, signals as a normal way to end, and limits where it has none.
+
+    A connection waits for a head, a body, the rest of a body whose request was answered, or for its client to read. Of
+    too many, those that have waited longest are closed, first those without a request.
+    """
+
+    head_seconds: float = 10.0  # for the head of a request, from connecting or from the answer before
+    rest_seconds: float = 10.0  # for the rest of a body; a client that is cut off may never read the answer
+    take_seconds: float = 60.0  # for a client to read once buffers are full, or before the connection closes
+    most_connections: int = 512  # beyond, uvicorn answers 503
 
     def __init__(
         self, config: uvicorn.Config, begin: Callable[[], None], stopping: Callable[[], Awaitable[object]] | None
@@ -111,6 +132,7 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._begin = begin
         self._stopping = stopping
+        self._waits: dict[H11Protocol, tuple[_Wait, float]] = {}  # what each connection waits for, and since when
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -122,6 +144,28 @@ class _Uvicorn(uvicorn.Server):
         if self._stopping is not None:
             await self._stopping()
         await super().shutdown(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        self._close_slow()
+        return await super().on_tick(counter)
+
+    def _close_slow(self) -> None:
+        now = asyncio.get_running_loop().time()
+        connections = [each for each in self.server_state.connections if isinstance(each, H11Protocol)]
+        waits = {each: (wait, now) for each in connections if (wait := _wait_of(each)) is not None}
+        for connection, before in self._waits.items():
+            if connection in waits and waits[connection][0] == before[0]:
+                waits[connection] = before
+        self._waits = waits
+        excess = len(connections) + 1 - min(self.most_connections, _most_files())
+        longest = sorted(waits, key=lambda each: (waits[each][0][0] == "body", waits[each][1]))
+        for connection in longest[: max(excess, 0)]:
+            connection.transport.abort()
+        limits = {"head": self.head_seconds, "rest": self.rest_seconds, "take": self.take_seconds}
+        for connection, ((kind, _), since) in waits.items():
+            if now - since > limits.get(kind, math.inf):
+                # What is written already may still be read.
+                connection.transport.abort() if kind == "take" else connection.transport.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -176,139 +220,6 @@ def _refused(host: str, port: int, error: OSError) -> UsageError:
     if error.errno == errno.EACCES:
         return UsageError(f"Port {port} is not yours to use.", "Give one above 1023 with --port.")
     return UsageError(f"Cannot bind to {host}: {error.strerror}.", "Use one of its addresses, such as 127.0.0.1.")
-
-
-_INVALID = error_body(RequestError("This is not a valid HTTP request.", code="invalid_http"))[1]
-
-
-class _Connection(h11.Connection):
-    """HTTP/1.1 by h11, with the head of an answer sent together with its first body part: separately, clients wake up
-    twice."""
-
-    _head = b""
-
-    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
-        data = super().send(event)
-        if isinstance(event, h11.Response):
-            self._head = data or b""
-            return b""
-        head, self._head = self._head, b""
-        return head + data if head and data is not None else data
-
-
-class ServerProtocol(H11Protocol):
-    """One connection."""
-
-    head_seconds: float = 10.0  # for the head of a request, from its first byte or from connecting
-    # For discarding the rest of a body after its request was answered; a client that is cut off while it sends may
-    # never read the answer.
-    rest_seconds: float = 10.0
-    rest_pause: float = 0.05  # seconds between two reads of such a rest, so that it costs others little
-    take_seconds: float = 60.0  # for a client to read once buffers are full, or before the connection closes
-    most_connections: int = 512  # open at once; beyond, the one that has waited longest for a request is closed
-    _deadline: asyncio.TimerHandle | None = None
-    _stalled: asyncio.TimerHandle | None = None
-    _active = 0.0  # when it began to wait for a request, by the loop's clock
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.conn = _Connection(h11.SERVER)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._active = self.loop.time()
-        self._close_after(self.head_seconds)
-        if len(self.connections) > min(self.most_connections, _most_files()):
-            waiting = (c for c in self.connections if isinstance(c, ServerProtocol) and c.waits)
-            min(waiting, key=lambda connection: connection._active, default=self).transport.abort()
-
-    @property
-    def waits(self) -> bool:
-        """Whether no request is being answered on this connection."""
-        return not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-        if self._drops:
-            self.transport.pause_reading()
-            self.loop.call_later(self.rest_pause, self._go_on)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._keep_open()
-        self._let_stall(False)
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._let_stall(True)
-
-    def resume_writing(self) -> None:
-        self._let_stall(self.transport.is_closing())
-        super().resume_writing()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._active = self.loop.time()
-        if self.transport.is_closing():
-            self._let_stall(True)
-        self._watch()
-
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        if self.transport.is_closing():
-            self._let_stall(True)
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP, unless an answer has started."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()
-            return
-        body = json.dumps(_INVALID).encode("ascii")
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        events = [h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
-        for event in events:
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-    @property
-    def _drops(self) -> bool:
-        """Whether incoming data is the rest of a body whose request was answered."""
-        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
-
-    def _go_on(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
-
-    def _watch(self) -> None:
-        """Set a deadline if something has to come and none is set; clear it if nothing has to."""
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            limit = self.head_seconds
-        elif self._drops:
-            limit = self.rest_seconds
-        else:
-            self._keep_open()
-            return
-        if self._deadline is None:
-            self._close_after(limit)
-
-    def _let_stall(self, stalls: bool) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-        self._stalled = self.loop.call_later(self.take_seconds, self.transport.abort) if stalls else None
-
-    def _close_after(self, seconds: float) -> None:
-        self._keep_open()
-        self._deadline = self.loop.call_later(seconds, self._close)
-
-    def _close(self) -> None:
-        self.transport.close()
-        self._let_stall(True)
-
-    def _keep_open(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
 
 def _most_files() -> int:

@@ -117,10 +117,12 @@ class QualityRecord:
     divergence: float  # of Kullback and Leibler, nats per token
     top1: float  # the share of tokens after which both find the same token the likeliest
     caches: tuple[CacheQuality, ...] = ()
+    repeating: float | None = None  # the share of greedy replies that repeat themselves; None where it does not chat
 
     def __post_init__(self) -> None:
         require(self.tokens > 0, f"quality is of {self.tokens} tokens")
-        require(self.divergence >= 0 and 0 <= self.top1 <= 1, "quality has impossible figures")
+        shares = (self.top1, self.repeating or 0)
+        require(self.divergence >= 0 and all(0 <= share <= 1 for share in shares), "quality has impossible figures")
         types = [cache.kv_type for cache in self.caches]
         require(len(set(types)) == len(types), "quality has a cache twice")
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.api import load
-from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import CacheQuality, Manifest, QualityRecord
 from edgeinfer.bundle.opening import open_bundle
@@ -25,6 +24,7 @@ from edgeinfer.core.results import Progress
 from edgeinfer.export.source.calibration_text import read_builtin_text
 from edgeinfer.export.weights.float_model import FloatModel
 from edgeinfer.model import Model
+from edgeinfer.nn.arithmetic import log_softmax
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.native.library import is_usable
 
@@ -46,6 +46,9 @@ _FAR = (
     (0.1, "Expect other words than the float model's, and wrong answers now and then."),
 )
 _CLOSE_BITS = 5
+# Greedy replies of so many tokens; one repeats itself where this share of the runs in its second half was there before.
+_ASKED = ("Write a short story about a fox.", "Explain why the sky is blue.", "Give me three tips for better sleep.")
+_REPLY, _RUN, _REPEATED = 80, 4, 0.5
 _LAYER = re.compile(r"^layers\.\d+\.|(?<=\.experts)\.\d+")
 # Matrices are called wider from so many bits on, and so many kinds are named.
 _WIDER, _MOST_NAMES = 0.25, 4
@@ -84,15 +87,36 @@ def _measured(path: Path, model: FloatModel, progress: Progress) -> QualityRecor
                 # Any other rounding moves a quantized model by as much again: what counts is whether it is further off.
                 added[kind].append(_divergences(theirs, _logits(other, ids)) - cost)
             progress("bundle", len(texts) + index + 1, 2 * len(texts))
+        repeating = _repeating(plain)
     read = sum(map(len, costs))
     cached = tuple(CacheQuality(kind, _mean(values)) for kind, values in added.items())
-    return QualityRecord(read, _mean(costs), same / read, cached)
+    return QualityRecord(read, _mean(costs), same / read, cached, repeating)
 
 
 def _opened(opened: contextlib.ExitStack, path: Path, length: int, kv: KvType) -> Model:
     return opened.enter_context(
         load(path, context=length, kv=kv, speculation="off", draft_model="off", remember=False, device="cpu")
     )
+
+
+def _repeating(model: Model) -> float | None:
+    """The share of greedy replies that repeat themselves; None of a model that does not chat."""
+    loops = 0
+    for text in _ASKED:
+        try:
+            reply = model.chat().send(text, max_tokens=_REPLY, temperature=0, repetition_penalty=1.0)
+        except EdgeInferError:
+            return None
+        loops += repeated(reply.token_ids) > _REPEATED
+    return loops / len(_ASKED)
+
+
+def repeated(tokens: Sequence[int]) -> float:
+    """Share of the runs of four tokens in a reply's second half that it had before."""
+    runs = [tuple(tokens[start : start + _RUN]) for start in range(len(tokens) - _RUN + 1)]
+    half = len(runs) // 2
+    again = [run in runs[:place] for place, run in enumerate(runs) if place >= half]
+    return sum(again) / len(again) if again else 0.0
 
 
 def _logits(model: Model, ids: NDArray[np.int64]) -> Floats:  # (N,) -> (N, V)
@@ -131,6 +155,9 @@ def described(manifest: Manifest) -> list[str]:
         if len(lines) > 2:
             close = format_size(manifest.parameters * _CLOSE_BITS // 8)
             lines[-1] += f" {_CLOSE_BITS} bits a weight would take {close}; without --bits it gets as many as it needs."
+        if quality.repeating is not None and quality.repeating > _REPEATED:
+            loops = round(quality.repeating * len(_ASKED))
+            lines.append(f"{loops} of {len(_ASKED)} greedy replies of {_REPLY} tokens repeat themselves.")
     return lines
 
 

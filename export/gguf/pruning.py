@@ -9,14 +9,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import log_softmax, rms_norm
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.results import Progress
+from edgeinfer.nn.arithmetic import log_softmax, rms_norm
+from edgeinfer.nn.decoder import Decoder, DecoderRun, WholeTexts
 from edgeinfer.quant.calibration import ModelReader
-from edgeinfer.quant.calibration_layers import LayerWalk, Signal
+from edgeinfer.quant.calibration_layers import require_computed
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -132,27 +133,22 @@ def _final_states(
     tokens = np.concatenate(list(texts))
     distinct, places = np.unique(tokens, return_inverse=True)
     streams = {-1: reader.rows("embed", distinct)[places]}
+    require_computed(spec)
+    decoder = Decoder(spec, reader.tensor, max(map(len, texts)))
     for layer in range(spec.num_layers):
         if layer not in pruned:
             before = streams[-1].copy() if progress is not None else None
             names = list(streams)
-            # A walk holds statistics for as many streams as it has.
-            lengths, floats = [len(text) for text in texts], (False,) * len(names)
-            walk = _Walk(spec, reader.tensor, lengths, lambda name, weight, _: weight, floats, hessian=False)
-            streams = dict(zip(names, walk.run(layer, tuple(streams.values())), strict=True))
+            # As further texts, so that each weight is multiplied by all of them at once.
+            run = DecoderRun(WholeTexts(spec, [len(text) for text in texts] * len(names)))
+            moved = decoder.layer(layer, np.concatenate(list(streams.values())), run)
+            streams = dict(zip(names, np.split(moved, len(names)), strict=True))
             if before is not None:
                 streams[layer] = before
         if progress is not None:
             progress(layer, spec.num_layers)
     norm = reader.tensor("final_norm")
     return {name: rms_norm(states, norm, spec.norm_eps) for name, states in streams.items()}
-
-
-class _Walk(LayerWalk):
-    """Runs layers without collecting statistics."""
-
-    def statistics(self, inputs: Signal) -> None:
-        """None are needed."""
 
 
 def _divergence(reference: Floats, states: Floats, head: Floats) -> float:  # (T, D), (T, D), (V, D)

@@ -10,12 +10,12 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import inverse_frequencies
 from edgeinfer.bundle.packing import QuantizedMatrix, find_expert
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture
+from edgeinfer.nn.arithmetic import inverse_frequencies
 from edgeinfer.quant.policy import QuantScheme
 
 Floats = NDArray[np.float32]

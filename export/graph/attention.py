@@ -9,7 +9,7 @@ and values into the pool, and attends. Its inputs, besides those of the graph th
   meet keys, value and key; and k_norm alone, (v,), is of the values
   11 sinks float32 (heads,) (optional) · 12 layer_mask (optional): where it is false at the attribute `part`, nothing is
   written and the output is zeros · 13 qkv_bias float32 (as wide as 0) that keys of few bits are stored without where
-  they hardly turn, from the rotated pair `still` on (edgeinfer.bundle.key_centres; optional)
+  they hardly turn, from the rotated pair `still` on (edgeinfer.nn.key_centres; optional)
 
 `edgeinfer.ShortConv`, version 1, attributes channels (D), width, layer, part: C * conv(B * x) over a row's path. B * x
 of every row lies in the pool as a value of one head without keys, in float32 whatever `kv_layout` says.
@@ -36,13 +36,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgeinfer.bundle import graph as io
-from edgeinfer.bundle.key_centres import still_pair
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.parts import LatentSpec, LayerHeads, Mixer, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.operators import Operators
+from edgeinfer.nn.key_centres import still_pair
 
 _PAGES = (io.KV_POOL, io.KV_LAYOUT, io.KV_PAGES, io.ROWS, io.PATH_SLOTS)
 _STATES = (io.ROWS, io.PATH_SLOTS, io.STATE_POOL, io.STATE_LAYOUT, io.STATE_ROWS)

@@ -38,12 +38,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgeinfer.bundle import graph as io
-from edgeinfer.bundle.arithmetic import deviations
 from edgeinfer.bundle.kinds import KINDS
 from edgeinfer.bundle.manifest import Blob, TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.operators import Experts, Mixing, Operators, quantized_experts
+from edgeinfer.nn.arithmetic import deviations
 
 # MatMulNBits: activations are quantized to int8 per block, the only level with fast kernels for all widths.
 _INT8_ACTIVATIONS = 4

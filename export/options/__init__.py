@@ -304,7 +304,8 @@ class ExportConfig:
 
     def with_defaults(self, weights: int, vocabulary_weights: int) -> ExportConfig:
         """Fills in the options that depend on the model's size, and not on a budget."""
-        ruled = self.has_budget and not self.is_calibrated and self.target_size is None
+        chosen = self.has_budget or (self.bits is None and self.is_uniform)
+        ruled = chosen and not self.is_calibrated and self.target_size is None
         if ruled and weights <= _SMALL_MODEL:
             return dataclasses.replace(self, bits=8).with_defaults(weights, vocabulary_weights)
         method = self.method or ("gptq" if self.is_calibrated else "rtn")

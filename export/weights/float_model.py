@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import softcapped
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.core.errors import UsageError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.quant.calibration_layers import LayerWalk, Signal
+from edgeinfer.nn.arithmetic import softcapped
+from edgeinfer.nn.decoder import Decoder, DecoderRun, WholeTexts
+from edgeinfer.quant.calibration_layers import require_computed
 
 Floats = NDArray[np.float32]
 
@@ -31,15 +33,16 @@ class FloatModel:
     ) -> list[Floats]:  # (N,) each -> (N, D) each
         """What enters the vocabulary's matrix after each token of each text; reports layers and all layers."""
         spec, lengths = self._spec, [len(text) for text in texts]
-        walk = LayerWalk(
-            spec, self._tensors.tensor, lengths, lambda name, weight, statistics: weight, (False,), hessian=False
-        )
+        require_computed(spec)
+        decoder = Decoder(spec, self._tensors.tensor, max(lengths))
         distinct, places = np.unique(np.concatenate(texts), return_inverse=True)
-        states: Signal = (self._tensors.rows("embed", distinct)[places],)
+        x, run = self._tensors.rows("embed", distinct)[places], DecoderRun(WholeTexts(spec, lengths))
         for layer in range(spec.num_layers):
-            states = walk.run(layer, states)
+            x = decoder.layer(layer, x, run)
             report(layer + 1, spec.num_layers)
-        (final,) = walk.norm("final_norm", states)
+        final = decoder.norm("final_norm", x)
+        if not np.isfinite(final).all():
+            raise UsageError("The float model's activations are not finite.", "Check the checkpoint.")
         return np.split(final, np.cumsum(lengths)[:-1])
 
     def logits(self, states: Floats) -> Floats:  # (N, D) -> (N, V)

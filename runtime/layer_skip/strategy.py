@@ -12,10 +12,10 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse
+from edgeinfer.nn.arithmetic import log_softmax
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
 from edgeinfer.runtime.decoding import sequence as decoding

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import edgeinfer
-from tests.tools.task_scores import OPEN, QUESTIONS, passes, repeated, scores
+from edgeinfer.tools.checking import repeated
+from tests.tools.task_scores import OPEN, QUESTIONS, passes, scores
 
 
 def test_only_programs_that_end_well_pass() -> None:

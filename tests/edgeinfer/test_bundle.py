@@ -56,7 +56,7 @@ def make_manifest(layout: Layout = PORTABLE) -> Manifest:
         exits=(1, 2),
         export={"bits": 4},
         figures={"perplexity": 5.5},
-        quality=QualityRecord(512, 0.01, 0.95, (CacheQuality("int8", 0.001),)),
+        quality=QualityRecord(512, 0.01, 0.95, (CacheQuality("int8", 0.001),), 0.25),
     )
 
 

@@ -101,16 +101,19 @@ def test_fewer_bits_than_any_format_has_are_the_fewest(checkpoint: Path, tmp_pat
 
 
 @each_row(
-    ("divergence", "says"),
+    ("divergence", "repeating", "says"),
     [
-        (0.05, None),
-        (0.2, "wrong answers now and then"),
-        (0.6, "repeat themselves. 5 bits a weight would take 625.0 KB"),
+        (0.05, 1 / 3, None),
+        (0.05, 2 / 3, "2 of 3 greedy replies of 80 tokens repeat themselves."),
+        (0.2, None, "wrong answers now and then"),
+        (0.6, 0.0, "repeat themselves. 5 bits a weight would take 625.0 KB"),
     ],
 )
-def test_a_model_that_is_far_from_itself_is_warned_of(divergence: float, says: str | None) -> None:
+def test_a_model_that_is_far_from_itself_is_warned_of(
+    divergence: float, repeating: float | None, says: str | None
+) -> None:
     size = Geometry(vocab_size=512, hidden_size=8, num_layers=2, num_kv_heads=1, head_dim=8, max_positions=256)
-    quality = QualityRecord(100, divergence, 0.6)
+    quality = QualityRecord(100, divergence, 0.6, repeating=repeating)
     capabilities = Capabilities(layer_skip=True, hidden=True, tree=False)
     lines = described(Manifest("toy", "Toy", "onnx", size, 1_000_000, capabilities, quality=quality))
     assert len(lines) == (2 if says is None else 3) and (says or "") in lines[-1]

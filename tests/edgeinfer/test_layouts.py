@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle.arithmetic import route
 from edgeinfer.bundle.codecs import CODECS, NativeCodec
 from edgeinfer.bundle.conversion import convert_bundle, convert_weights, is_converted, relocate
 from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, PORTABLE, WEIGHTS, Layout
@@ -45,6 +44,7 @@ from edgeinfer.bundle.writing import MANIFEST, seal
 from edgeinfer.core.errors import BundleError, StorageError, UsageError
 from edgeinfer.export import exporter
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.nn.arithmetic import route
 from tests.cache import export_checkpoint, made
 from tests.cli import contents, edgeinfer, refuses
 from tests.factories import make_checkpoint

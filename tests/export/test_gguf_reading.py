@@ -18,7 +18,6 @@ pytest.importorskip("gguf")
 
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
-from edgeinfer.bundle.arithmetic import inverse_frequencies
 from edgeinfer.bundle.gguf.metadata import GGML_TYPES, Metadata, Value
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.opening import open_bundle
@@ -31,6 +30,7 @@ from edgeinfer.export.gguf.writer import open_gguf_source, write_gguf
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
+from edgeinfer.nn.arithmetic import inverse_frequencies
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.export.gguf_cases import EXPERTS, GEMMA, GGUF_CASES, GRANITE, PLAIN, ROPES, ROUTED_SWA, layers
 from tests.export.passes import TOKENS, expected_logits

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
-from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.conversion import convert_weights
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.opening import open_bundle
@@ -24,6 +23,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.nn.arithmetic import rope_tables
 from edgeinfer.runtime.backends.contract import ExpertChoice, Pass, PassResult
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

@@ -19,7 +19,6 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense
 
 import edgeinfer
-from edgeinfer.bundle.arithmetic import attend, inverse_frequencies
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import UnsupportedArchitectureError
@@ -29,6 +28,7 @@ from edgeinfer.export.architectures.described import read_spec, require_graphs, 
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
+from edgeinfer.nn.arithmetic import attend, inverse_frequencies
 from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.tuning.measure import TokenScores

@@ -12,12 +12,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import rms_norm
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
+from edgeinfer.nn.arithmetic import rms_norm
 from edgeinfer.quant import probing
 from edgeinfer.quant.calibration_layers import LayerWalk
 from edgeinfer.quant.policy import QuantScheme

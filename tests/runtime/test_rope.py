@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from edgeinfer.bundle.arithmetic import rope_tables
+from edgeinfer.nn.arithmetic import rope_tables
 from tests.tables import each_row
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import edgeinfer
+from edgeinfer.tools.checking import repeated
 
 _LIMITS = {resource.RLIMIT_CPU: 6, resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_FSIZE: 1 << 20}
 _SECONDS = 12
@@ -51,7 +52,7 @@ OPEN = (
     "Describe your favourite city.",
     "What is the difference between a cat and a dog?",
 )
-_RUN, _REPEATED = 4, 0.5
+_REPEATED = 0.5
 
 
 def passes(code: str) -> bool:
@@ -76,14 +77,6 @@ def passes(code: str) -> bool:
 def _limit() -> None:
     for kind, most in _LIMITS.items():
         resource.setrlimit(kind, (most, most))
-
-
-def repeated(tokens: Sequence[int]) -> float:
-    """Share of the runs of four tokens in a reply's second half that it had before."""
-    runs = [tuple(tokens[start : start + _RUN]) for start in range(len(tokens) - _RUN + 1)]
-    half = len(runs) // 2
-    again = [run in runs[:place] for place, run in enumerate(runs) if place >= half]
-    return sum(again) / len(again) if again else 0.0
 
 
 def humaneval(model: edgeinfer.Model, problems: Sequence[dict[str, Any]]) -> list[bool]:

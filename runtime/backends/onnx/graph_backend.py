@@ -13,13 +13,13 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
-from edgeinfer.bundle.arithmetic import query_factors, rope_tables, rotation_border
 from edgeinfer.bundle.layouts import NATIVE, Layout
 from edgeinfer.bundle.parts import with_sources
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import BundleError
+from edgeinfer.nn.arithmetic import query_factors, rope_tables, rotation_border
 from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters, adapted_graph
 from edgeinfer.runtime.backends.onnx.passes import BoundPass, Buffers, ExpertInputs

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.geometry import FLOAT32
-from edgeinfer.bundle.key_centres import key_centres
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.core.errors import BackendError
+from edgeinfer.nn.key_centres import key_centres
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult, check_pass, runs_apart
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters

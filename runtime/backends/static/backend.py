@@ -19,12 +19,12 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import static_graph as io
-from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, BundleError, Setting, UsageError
+from edgeinfer.nn.arithmetic import rope_tables
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.forks import OneSequenceBackend

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.records import dataclass
+from edgeinfer.nn.arithmetic import rope_tables
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
 from edgeinfer.runtime.kv_cache.context_shift.policy import (

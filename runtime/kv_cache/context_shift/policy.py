@@ -13,11 +13,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Overflow
+from edgeinfer.nn.arithmetic import rope_tables
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import KVCache
 from edgeinfer.runtime.backends.paged_cache import PagedCache

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,11 @@ from tests.recorded import check_recorded
 from tests.tables import each_row
 
 Progress = Callable[[str, int, int], None] | None
+
+
+SIZE = Geometry(vocab_size=512, hidden_size=8, num_layers=2, num_kv_heads=1, head_dim=8, max_positions=256)
+CAN = Capabilities(layer_skip=True, hidden=True, tree=False)
+TOY = Manifest("toy", "Toy", "onnx", SIZE, 4096, CAN, quality=QualityRecord(100, 0.0234, 0.913))
 
 
 def fake_plan(budget: int | None) -> MemoryPlan:
@@ -71,6 +77,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]
     monkeypatch.setattr(edgeinfer, "plan", plan, raising=False)
     monkeypatch.setattr(hub, "resolve", lambda model, **_: Path(model))
     monkeypatch.setattr(hub, "gguf_file", lambda _: None)
+    monkeypatch.setattr("edgeinfer.bundle.opening.open_bundle", lambda _: SimpleNamespace(manifest=TOY))
     return calls
 
 
@@ -112,10 +119,7 @@ class FakeExport:
             raise self.fails
         out.mkdir()
         (out / "weights.bin").write_bytes(b"w" * 1500)
-        size = Geometry(vocab_size=512, hidden_size=8, num_layers=2, num_kv_heads=1, head_dim=8, max_positions=256)
-        capabilities = Capabilities(layer_skip=True, hidden=True, tree=False)
-        quality = QualityRecord(100, 0.0234, 0.913)
-        seal(out, Manifest("toy", "Toy", "onnx", size, 4096, capabilities, quality=quality))
+        seal(out, TOY)
         return out
 
 

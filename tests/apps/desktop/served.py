@@ -103,7 +103,7 @@ class Window:
 def served(folder: Path, *, port: int = 0, **options: Any) -> Iterator[Window]:
     """Run the app with its data in a folder for the block, on a free port if it is 0, with options of Services."""
     access, data = Access(), DataFolder(folder)
-    security = Security(max_body=MOST_BYTES, api_keys=(ApiKey(access.key),), refusal_seconds=0.05)
+    security = Security(max_body=MOST_BYTES, api_keys=(ApiKey(access.key),))
     services = Services(data, security, ModelHost(parallel=2), **options)
     begun, urls = threading.Event(), list[str]()
 

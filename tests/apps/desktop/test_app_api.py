@@ -67,6 +67,9 @@ def test_conversations(window: Window) -> None:
     assert (made["title"], made["system"], made["messages"], made["leaf"]) == ("Mine", "S", [], None)
     changed = window.call("PATCH", f"/conversations/{id}", {"title": "Yours", "options": {"seed": 4, "top_k": None}})
     assert (changed["title"], changed["options"], changed["system"]) == ("Yours", {"seed": 4}, "S")
+    # Another window may have changed the other options meanwhile.
+    for options, together in [({"top_k": 5}, {"seed": 4, "top_k": 5}), ({"seed": None}, {"top_k": 5})]:
+        assert window.call("PATCH", f"/conversations/{id}", {"options": options})["options"] == together
     window.ask(id, "a needle in the hay")
     (found,) = window.call("GET", "/conversations?search=needle")["conversations"]
     assert (found["id"], "needle" in found["snippet"]) == (id, True)

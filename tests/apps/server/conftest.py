@@ -30,7 +30,7 @@ def hostile_server() -> Iterator[Local]:
     from edgeinfer.apps.server.security import Security
     from tests.apps.server.served import served
 
-    with served(security=Security(refusal_seconds=0.01)) as running:
+    with served(security=Security()) as running:
         yield running
 
 

@@ -109,7 +109,7 @@ def served(
             raise
         ready.put(urls[0])
 
-    app = make_app(host, security or Security(refusal_seconds=0.05), aliases=aliases, switch=switch, contexts=contexts)
+    app = make_app(host, security or Security(), aliases=aliases, switch=switch, contexts=contexts)
     server = Server(app, "127.0.0.1", 0, ready=urls.append, alongside=load, stopping=host.unload)
     thread = threading.Thread(target=server.run, name="server")
     thread.start()

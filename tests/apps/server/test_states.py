@@ -60,7 +60,7 @@ class Served:
 
     def __init__(self, host: ModelHost, switch: ModelSwitch | None) -> None:
         self.host, self.switch = host, switch
-        transport = httpx.ASGITransport(make_app(host, Security(refusal_seconds=1e-6), switch=switch))
+        transport = httpx.ASGITransport(make_app(host, Security(), switch=switch))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
 
     async def get(self, path: str) -> int:

@@ -134,7 +134,7 @@ def test_a_model_that_is_loading_is_listed(tmp_path: Path, monkeypatch: pytest.M
         host = ModelHost()
         host.state = HostState("loading")
         switch = ModelSwitch(host, None, {}) if switched else None
-        app = make_app(host, Security(refusal_seconds=0.01), aliases=("small",), switch=switch)
+        app = make_app(host, Security(), aliases=("small",), switch=switch)
         with TestClient(app, base_url="http://localhost") as client:
             listed = client.get("/v1/models").json()["data"]
             assert [(model["id"], model["status"]["value"]) for model in listed][:2] == [

@@ -1,11 +1,12 @@
-"""Bodies that never end, or are many or large, are dropped in favour of those that arrive. Without a model."""
+"""Bodies that never end, or are many or large, keep no others out. Without a model."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
@@ -13,15 +14,18 @@ import pytest
 pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
-from edgeinfer.apps.server.bodies import Upload, Uploads
+from starlette.responses import PlainTextResponse
+from starlette.types import Message
+
+from edgeinfer.apps.server.guard import Guard, _Body
+from edgeinfer.apps.server.metrics import Metrics
 from edgeinfer.apps.server.security import ApiKey, Security
-from edgeinfer.apps.server.serving import ServerProtocol
+from edgeinfer.apps.server.serving import _Uvicorn
 from edgeinfer.openai.errors import RequestError
-from tests.apps.server.test_protocol import SOON, connect, goes_on, read_all, read_some, running
+from tests.apps.server.test_protocol import connect, goes_on, read_some, running
+from tests.waiting import TIME_LIMIT
 
 KEY = "a-key-of-some-length"
-# Of an attacker and of somebody else.
-THERE, ELSEWHERE = "10.0.0.1", "10.0.0.2"
 
 
 def head(length: int, key: str | None = None) -> bytes:
@@ -46,7 +50,7 @@ def ask(port: int, key: str | None = None) -> httpx.Response:
 
 
 def test_bodies_that_never_end_keep_nobody_out() -> None:
-    with running(Security(refusal_seconds=SOON)) as port, unfinished(port, 290, head(1000) + b"{"):
+    with running() as port, unfinished(port, 290, head(1000) + b"{"):
         for _ in range(3):
             answer = ask(port)
             # There is no model, which is found out after the body has been read.
@@ -56,7 +60,7 @@ def test_bodies_that_never_end_keep_nobody_out() -> None:
 
 def test_bodies_of_those_without_the_key_are_not_waited_for() -> None:
     with (
-        running(Security(api_keys=(ApiKey(KEY),), max_uploads=1)) as port,
+        running(Security(api_keys=(ApiKey(KEY),))) as port,
         unfinished(port, 1, head(1000, KEY) + b"{") as first,
     ):
         with unfinished(port, 5, head(1000) + b"{") as others:
@@ -67,106 +71,75 @@ def test_bodies_of_those_without_the_key_are_not_waited_for() -> None:
         assert b"no_model" in read_some(first[0], b"}}")
 
 
-def test_those_that_were_given_up_are_told() -> None:
-    security = Security(max_uploads=2, refusal_seconds=SOON)
-    with (
-        running(security) as port,
-        unfinished(port, 1, head(1000) + b"{") as first,
-        unfinished(port, 2, head(9) + b"{"),
-    ):
-        assert read_all(first[0]).startswith(b"HTTP/1.1 408")
+def test_a_body_must_come_at_some_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then does not extend the deadline, and a body at the right rate has all the time that it takes."""
 
+    async def run(parts: int, nbytes: int) -> str | None:
+        loop, now, deadlines = asyncio.get_running_loop(), 0.0, list[float]()
 
-def test_a_body_must_come_at_some_rate() -> None:
-    """A byte now and then does not extend the deadline."""
+        async def receive() -> Message:
+            nonlocal parts, now
+            parts, now = parts - 1, now + 1.0
+            if now >= deadlines[-1]:
+                raise TimeoutError
+            return {"type": "http.request", "body": b"x" * nbytes, "more_body": parts > 0}
 
-    async def run() -> None:
-        uploads = Uploads(Security(body_seconds=10, body_rate=1000))
-        slow, fast = uploads.begin(THERE), uploads.begin(THERE)
-        begun = slow.deadline
-        for _ in range(10):
-            slow.add(1, last=False)
-            fast.add(1000, last=False)
-        assert slow.deadline == pytest.approx(begun + 0.01)
-        assert fast.deadline >= begun + 10
+        @contextlib.asynccontextmanager
+        async def timeout_at(deadline: float) -> AsyncIterator[None]:
+            deadlines.append(deadline)
+            yield
 
-    asyncio.run(run())
+        monkeypatch.setattr(loop, "time", lambda: 0.0)
+        monkeypatch.setattr(asyncio, "timeout_at", timeout_at)
+        guard = Guard(PlainTextResponse("unused"), Security(body_seconds=10, body_rate=1000), Metrics())
+        body = _Body(receive, {"type": "http", "headers": []}, guard)
+        try:
+            while (await body.receive())["more_body"]:
+                pass
+        except RequestError as error:
+            return error.code
+        return "whole"
 
-
-async def given_up(upload: Upload) -> bool:
-    try:
-        async with asyncio.timeout(SOON), upload.waiting():
-            await asyncio.get_running_loop().create_future()
-    except TimeoutError:
-        return upload.deadline == 0.0
-    raise AssertionError("unreachable")
-
-
-def test_whoever_has_the_most_gives_way() -> None:
-    async def run() -> None:
-        uploads = Uploads(Security(max_uploads=6, max_uploads_each=4))
-        honest = uploads.begin(ELSEWHERE)
-        hostile = [uploads.begin(THERE) for _ in range(4)]
-        hostile[0].add(100_000, last=False)
-        # A fifth of one address: the one that came on worst goes, not that which came first.
-        hostile.append(uploads.begin(THERE))
-        assert [await given_up(upload) for upload in hostile] == [False, True, False, False, False]
-        others = [uploads.begin(ELSEWHERE) for _ in range(2)]
-        # The seventh in all.
-        assert [await given_up(upload) for upload in hostile] == [False, True, True, False, False]
-        assert not any([await given_up(upload) for upload in (honest, *others)])
-
-    asyncio.run(run())
+    assert [asyncio.run(run(100, nbytes)) for nbytes in (1, 1000)] == ["request_timeout", "whole"]
 
 
 def test_many_large_bodies_at_once_are_refused_by_their_sum() -> None:
     async def run() -> None:
-        uploads = Uploads(Security(max_bodies=1000, max_body=500))
-        large, complete, small = uploads.begin(THERE), uploads.begin(THERE), uploads.begin(ELSEWHERE)
-        complete.add(500, last=True)
-        large.add(450, last=False)
-        # What is complete is kept, what is small as well.
-        small.add(100, last=True)
-        assert await given_up(large)
-        another = uploads.begin(THERE)
+        guard = Guard(PlainTextResponse("unused"), Security(max_bodies=200_000, max_body=100_000), Metrics())
+        bodies: list[_Body] = []
+
+        async def receive(nbytes: int) -> None:
+            async def part() -> Message:
+                return {"type": "http.request", "body": b"x" * nbytes, "more_body": False}
+
+            bodies.append(_Body(part, {"type": "http", "headers": []}, guard))
+            await bodies[-1].receive()
+
+        await receive(100_000)
+        await receive(100_000)
         with pytest.raises(RequestError) as refused:
-            another.add(450, last=False)
+            await receive(70_000)
         assert (refused.value.status, refused.value.code) == (503, "server_busy")
-        complete.end()
-        uploads.begin(THERE).add(450, last=True)
-
-    asyncio.run(run())
-
-
-def test_of_large_bodies_one_is_read_at_a_time() -> None:
-    async def run() -> None:
-        uploads, order = Uploads(Security()), list[str]()
-        large, next_large, small = (uploads.begin(THERE) for _ in range(3))
-        for upload, size in ((large, 10**6), (next_large, 10**6), (small, 100)):
-            upload.add(size, last=True)
-
-        async def read(upload: Upload, name: str) -> None:
-            async with upload.read():
-                order.append(name)
-
-        async with large.read():
-            order.append("large")
-            second = asyncio.create_task(read(next_large, "next large"))
-            await read(small, "small")
-        await second
-        assert order == ["large", "small", "next large"]
+        # Small ones always find room, and large ones once others have been read.
+        await receive(1000)
+        async with bodies[0].read():
+            pass
+        bodies[2].end()
+        await receive(70_000)
+        for body in bodies:
+            body.end()
+        assert guard.bytes_in_hand == 0
 
     asyncio.run(run())
 
 
 def test_of_too_many_connections_the_idle_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServerProtocol, "most_connections", 8)
+    monkeypatch.setattr(_Uvicorn, "most_connections", 8)
     with running() as port, unfinished(port, 1, head(1000) + b"{") as asking:
         assert goes_on(port)
         with unfinished(port, 20, b"") as idle:
             assert goes_on(port)
-            with contextlib.suppress(ConnectionError):
-                assert read_all(idle[0]) == b""
+            assert select.select(idle, [], [], TIME_LIMIT)[0]
         # One that has a request is kept.
         asking[0].sendall(b" " * 998 + b"}")
         assert b"no_model" in read_some(asking[0], b"}}")

@@ -15,7 +15,6 @@ import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from edgeinfer.bundle.arithmetic import softcapped
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import find_expert
@@ -68,8 +67,7 @@ def walked(bundle: Bundle) -> Floats:
     states: Signal = (bundle.tensor("embed")[TOKENS],)
     for layer in range(spec.num_layers):
         states = walk.run(layer, states)
-    (logits,) = walk.linear("head", walk.norm("final_norm", states), spec.head_bias)
-    return softcapped(logits, spec.logit_softcap)
+    return walk.logits(*states)
 
 
 def chunks(backend: Alone[Any]) -> Floats:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import cut_off, deviations, gate_up, inner_values
+from edgeinfer.nn.arithmetic import cut_off, deviations, gate_up, inner_values
 from edgeinfer.runtime.native.binding import ACTIVATIONS, Binding
 from edgeinfer.runtime.native.library import NativeKernel, load_kernel
 from tests.runtime.native.graphs import make_model, open_session, run

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import recurrent
 from edgeinfer.bundle.geometry import StateLayer
 from edgeinfer.bundle.parts import Mamba2Spec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.nn import recurrent
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.states import StateLayout

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from edgeinfer.bundle.arithmetic import gate_up, inner_values
+from edgeinfer.nn.arithmetic import gate_up, inner_values
 from edgeinfer.runtime.native.binding import PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.memory import MappedFile

@@ -1,6 +1,8 @@
 // Calls the app's HTTP API; knows nothing of the page.
 
 const BASE = "app/api";
+// Browsers send no more than 64 KiB for pages that go away.
+const MOST_KEPT_ALIVE = 60_000;
 
 /** A call that was refused or got no answer. */
 export class ApiError extends Error {
@@ -19,9 +21,10 @@ async function call(method, path, { body, signal, keepalive } = {}) {
   const file = body instanceof Blob;
   const headers = body === undefined ? {} : { "content-type": file ? "application/octet-stream" : "application/json" };
   const text = body === undefined || file || typeof body === "string" ? body : JSON.stringify(body);
+  const alive = keepalive && new Blob([text ?? ""]).size < MOST_KEPT_ALIVE;
   let answer;
   try {
-    answer = await fetch(`${BASE}${path}`, { method, headers, body: text, signal, keepalive, cache: "no-store" });
+    answer = await fetch(`${BASE}${path}`, { method, headers, body: text, signal, keepalive: alive, cache: "no-store" });
   } catch (failure) {
     if (failure.name === "AbortError") throw failure;
     throw new ApiError("The app's server does not answer.", {
@@ -54,7 +57,9 @@ const chat = (id) => `/conversations/${encodeURIComponent(id)}`;
 const message = (id, which) => `${chat(id)}/messages/${encodeURIComponent(which)}`;
 
 export const getState = () => call("GET", "/state");
-export const patchSettings = (settings) => call("PATCH", "/settings", { body: settings });
+/** `leaving`: the page goes away, and the answer with it. */
+export const patchSettings = (settings, leaving = false) =>
+  call("PATCH", "/settings", { body: settings, keepalive: leaving });
 export const getModels = () => call("GET", "/models");
 export const plan = (wanted, signal) => call("POST", "/plan", { body: wanted, signal });
 export const loadModel = (wanted) => call("POST", "/model/load", { body: wanted });
@@ -72,9 +77,9 @@ export const listConversations = (search, signal) =>
   call("GET", `/conversations?search=${encodeURIComponent(search)}`, { signal });
 export const createConversation = (fields) => call("POST", "/conversations", { body: fields });
 export const getConversation = (id) => call("GET", chat(id));
-export const patchConversation = (id, fields) => call("PATCH", chat(id), { body: fields });
-/** `keepalive`: also while the page goes away. */
-export const deleteConversation = (id, keepalive = false) => call("DELETE", chat(id), { keepalive });
+export const patchConversation = (id, fields, leaving = false) =>
+  call("PATCH", chat(id), { body: fields, keepalive: leaving });
+export const deleteConversation = (id, leaving = false) => call("DELETE", chat(id), { keepalive: leaving });
 export const sendMessage = (id, parent, content, attachments) =>
   call("POST", `${chat(id)}/messages`, { body: { parent, content, attachments } });
 export const attach = (file, signal) =>

@@ -3,6 +3,7 @@
 import * as api from "./api.js";
 import { announce } from "./dom.js";
 import { followReply, unfollow } from "./reply.js";
+import { createSaver } from "./saving.js";
 import { change, get } from "./store.js";
 import { report, toast } from "./toast.js";
 import { find, newestLeaf } from "./tree.js";
@@ -10,7 +11,8 @@ import { find, newestLeaf } from "./tree.js";
 const UNDO_MS = 6000;
 
 let listing = null;
-let begun = 0;
+let changes = 0;
+const savers = new Map();
 
 /** Reads the list again, as searched. */
 export async function refreshList() {
@@ -54,17 +56,17 @@ async function open(id) {
     unfollow();
     change({ conversation: null, opening: true });
   }
-  const before = begun;
+  const before = changes;
   try {
     const conversation = await api.getConversation(id);
     // While it was read another may have been asked for.
     if (location.hash !== `#/chat/${id}`) return;
-    // What was read may be older than a reply that has begun meanwhile.
-    if (before !== begun) {
+    // What was read may be older than a reply that has begun meanwhile, or than a change.
+    if (before !== changes) {
       open(id);
       return;
     }
-    change({ conversation, opening: false });
+    change({ conversation: saverOf(id).over(conversation), opening: false });
     if (conversation.replying) watch(conversation.id);
   } catch (failure) {
     if (failure.status === 404) show(null);
@@ -115,7 +117,7 @@ function watch(id) {
 async function begin(id, call) {
   try {
     const { user, assistant } = await call();
-    begun += 1;
+    changes += 1;
     const replying = assistant.status === "replying" ? assistant.id : null;
     // What is loaded is what the conversation uses from now on.
     const choice = get().model?.choice ?? get().conversation?.choice ?? null;
@@ -168,24 +170,29 @@ export async function switchTo(message) {
 /** Lets a conversation use what is loaded. */
 export const adopt = (id, { model, memory, context }) => update(id, { choice: { model, memory, context } });
 
-/** Changes title, system prompt, options or model of a conversation; false where that failed. */
+/** Changes title, system prompt, options or model of a conversation; false where that was refused. */
 export async function update(id, fields) {
-  try {
-    const changed = await api.patchConversation(id, fields);
-    const shown = get().conversation;
-    if (shown?.id === id) {
-      const { title, system, options, choice } = changed;
-      change({ conversation: { ...shown, title, system, options, choice } });
-    }
-    const listed = get().conversations?.map((entry) => (entry.id === id ? { ...entry, title: changed.title } : entry));
-    change({ conversations: listed ?? null });
-    return true;
-  } catch (failure) {
-    report(failure);
-    // What was shown in advance may not hold.
-    refreshShown();
-    return false;
+  if (await saverOf(id).save(fields)) return true;
+  // What was shown in advance does not hold.
+  refreshShown();
+  return false;
+}
+
+function saverOf(id) {
+  if (!savers.has(id)) {
+    const send = (fields, leaving) => api.patchConversation(id, fields, leaving);
+    const saver = createSaver(send, (changed) => take(id, changed));
+    savers.set(id, saver);
   }
+  return savers.get(id);
+}
+
+function take(id, { title, system, options, choice }) {
+  changes += 1;
+  const shown = get().conversation;
+  if (shown?.id === id) change({ conversation: { ...shown, title, system, options, choice } });
+  const listed = get().conversations?.map((entry) => (entry.id === id ? { ...entry, title } : entry));
+  change({ conversations: listed ?? null });
 }
 
 /** Takes a conversation off the list; for some seconds it can be brought back, then it is deleted. */

@@ -1,6 +1,7 @@
 // Keeps the line to the server open: what changes there without being asked for arrives here.
 
 import * as api from "./api.js";
+import { settingsSaver } from "./saving.js";
 import { change, get } from "./store.js";
 import { report, toast } from "./toast.js";
 
@@ -26,7 +27,7 @@ async function open(refresh, changed) {
   const again = () => setTimeout(() => open(refresh, changed), RETRY_MS);
   try {
     const { version, model, settings, defaults, machine, notices = [] } = await api.getState();
-    change({ version, model, settings, defaults, machine });
+    change({ version, model, settings: settingsSaver.over(settings), defaults, machine });
     for (const text of notices.filter((one) => !told.has(one))) toast(text, { forMs: NOTICE_MS });
     notices.forEach((one) => told.add(one));
   } catch (failure) {

@@ -176,7 +176,7 @@ function full(model, conversation) {
 
 /** Lets the model read the latest messages alone from now on, and goes on with the reply that found no room. */
 async function leaveOut(conversation) {
-  const changed = await update(conversation.id, { options: { ...conversation.options, when_full: "leave_out_oldest" } });
+  const changed = await update(conversation.id, { options: { when_full: "leave_out_oldest" } });
   if (changed) resume(conversation);
 }
 

@@ -1,13 +1,12 @@
 // The panel of system prompt and sampler, of this chat or of all; knows nothing of what the options do.
 
-import { patchSettings } from "./api.js";
-import { update } from "./chats.js";
+import { addressed, update } from "./chats.js";
 import { h, icon, iconButton } from "./dom.js";
 import { count, size } from "./format.js";
 import { openModels } from "./models.js";
 import { OPTIONS, RESET } from "./samplers.js";
+import { merged, saveSettings } from "./saving.js";
 import { change, follow, get } from "./store.js";
-import { report } from "./toast.js";
 
 const SAVE_MS = 400;
 
@@ -16,6 +15,11 @@ const SCOPES = { chat: "This chat", all: "Defaults" };
 let panel = null;
 let scope = "chat";
 const parts = {};
+// What the fields are for: the id of a chat, or null for the defaults; undefined until the chat has been read.
+let place;
+// The fields that the user is changing, which show nothing else meanwhile.
+const edited = new Set();
+const pauses = [];
 
 /** Fills the panel. */
 export function createPanel() {
@@ -42,6 +46,8 @@ export function createPanel() {
     ),
   );
   saveWhenQuiet(system, () => save({ system: system.value }));
+  // Before what is unsaved is sent for the last time.
+  window.addEventListener("pagehide", pause, { capture: true });
   panel.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
     event.stopPropagation();
@@ -80,6 +86,9 @@ function render({ conversation, settings, defaults, model }) {
   if (!settings) return;
   const { scopes, note, named, system, rows, reset } = parts;
   const chat = conversation && scope === "chat";
+  const unread = scope === "chat" && !conversation && addressed() !== null;
+  moveTo(unread ? undefined : chat ? conversation.id : null);
+  system.readOnly = unread;
   for (const button of scopes) {
     button.disabled = button.dataset.scope === "chat" && !conversation;
     button.setAttribute("aria-pressed", String(button.dataset.scope === (chat ? "chat" : "all")));
@@ -89,12 +98,23 @@ function render({ conversation, settings, defaults, model }) {
   named.name.textContent = used?.name ?? settings.model_name;
   named.facts.textContent = used ? factsOf(used) : "";
   const holder = chat ? conversation : settings;
-  if (document.activeElement !== system) system.value = holder.system ?? "";
+  if (!edited.has(system)) system.value = unread ? "" : (holder.system ?? "");
   const base = { ...defaults.options, ...(chat ? settings.options : {}) };
   const own = holder.options ?? {};
   const isSet = (name) => own[name] !== undefined && own[name] !== null;
-  for (const row of rows) row.show(own[row.name] ?? base[row.name] ?? null, isSet(row.name));
-  reset.disabled = !OPTIONS.some(({ name }) => isSet(name));
+  for (const row of rows) {
+    row.element.inert = unread;
+    row.show(own[row.name] ?? base[row.name] ?? null, isSet(row.name));
+  }
+  reset.disabled = unread || !OPTIONS.some(({ name }) => isSet(name));
+}
+
+/** Saves what is unsaved where it belongs, before the fields are for something else. */
+function moveTo(next) {
+  if (next === place) return;
+  pause();
+  edited.clear();
+  place = next;
 }
 
 function factsOf({ memory, context }) {
@@ -111,24 +131,18 @@ export function togglePanel() {
   else panel.querySelector("textarea").focus();
 }
 
-async function save({ options, ...rest }) {
-  const { conversation, settings } = get();
-  const chat = conversation && scope === "chat";
-  const own = (chat ? conversation : settings).options;
-  const changes = options ? { ...rest, options: { ...own, ...options } } : rest;
-  // Shown at once, so that a second change made before the answer to the first builds on it.
-  if (chat) {
-    change({ conversation: { ...conversation, ...changes } });
-    await update(conversation.id, changes);
-    return;
-  }
-  change({ settings: { ...settings, ...changes } });
-  try {
-    change({ settings: await patchSettings(changes) });
-  } catch (failure) {
-    report(failure);
-    change({ settings });
-  }
+function save(fields) {
+  if (place === null) return saveSettings(fields);
+  const { conversation } = get();
+  const id = place;
+  // Shown at once.
+  if (conversation?.id === id) change({ conversation: merged(conversation, fields) });
+  return update(id, fields);
+}
+
+/** Saves what is typed at once, for what it was typed for. */
+function pause() {
+  for (const now of pauses) now();
 }
 
 function saveWhenQuiet(field, run) {
@@ -136,15 +150,19 @@ function saveWhenQuiet(field, run) {
   let dirty = false;
   const now = () => {
     clearTimeout(wait);
-    if (dirty) run();
+    if (!dirty) return;
     dirty = false;
+    run();
   };
+  pauses.push(now);
   field.addEventListener("input", () => {
     dirty = true;
+    edited.add(field);
     clearTimeout(wait);
     wait = setTimeout(now, SAVE_MS);
   });
   field.addEventListener("change", now);
+  field.addEventListener("blur", () => edited.delete(field));
 }
 
 function createOption({ name, label, min, max, step, usual, empty, choices, help }) {
@@ -166,7 +184,7 @@ function createOption({ name, label, min, max, step, usual, empty, choices, help
     element,
     show(value, changed) {
       element.classList.toggle("changed", changed);
-      if (fields.includes(document.activeElement)) return;
+      if (fields.some((one) => edited.has(one))) return;
       field.value = value ?? usual ?? "";
       if (slider) setSlider(slider, value ?? usual);
     },

@@ -1,9 +1,8 @@
 // Light, dark or as the system has it; kept by the server, and by the browser for the first paint.
 
-import { patchSettings } from "./api.js";
 import { h, icon } from "./dom.js";
-import { follow, get, change } from "./store.js";
-import { report } from "./toast.js";
+import { saveSettings } from "./saving.js";
+import { follow } from "./store.js";
 
 const THEMES = [
   ["system", "screen", "Theme of the system"],
@@ -16,7 +15,7 @@ export function createThemeSwitch() {
   const buttons = THEMES.map(([name, drawing, label]) =>
     h(
       "button",
-      { type: "button", "aria-label": label, title: label, "data-theme-choice": name, onclick: () => choose(name) },
+      { type: "button", "aria-label": label, title: label, "data-theme-choice": name, onclick: () => saveSettings({ theme: name }) },
       icon(drawing),
     ),
   );
@@ -33,9 +32,4 @@ function apply(theme) {
   if (theme === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   localStorage.setItem("theme", theme);
-}
-
-async function choose(theme) {
-  change({ settings: { ...get().settings, theme } });
-  await patchSettings({ theme }).catch(report);
 }

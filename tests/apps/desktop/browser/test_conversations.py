@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import Locator, Route, expect
 
 from tests.apps.desktop.browser.window import STORY, Window
+from tests.apps.desktop.served import Window as Api
 from tests.speculation import needs_builtin
 
 pytestmark = [needs_builtin, pytest.mark.browser]
@@ -134,6 +136,93 @@ def test_a_chats_settings_hold_for_it_alone_and_can_be_reset(window: Window) -> 
     window.button("Reset to the model's defaults", panel).click()
     expect(temperature).to_have_value(usual)
     expect(window.button("Reset to the model's defaults", panel)).to_be_disabled()
+
+
+def settings_panel(window: Window) -> Locator:
+    """Open the settings of the chat; return its system prompt."""
+    window.button("Chat settings").click()
+    return window.page.get_by_role("textbox", name="System prompt")
+
+
+def id_of(window: Window) -> str:
+    """The id of the conversation shown."""
+    return window.page.url.rpartition("/")[2]
+
+
+def test_a_panel_opened_before_its_chat_is_read_shows_the_chats_prompt(window: Window, app: Api) -> None:
+    window.ask()
+    app.call("PATCH", f"/conversations/{id_of(window)}", {"system": "Be brief."})
+    with window.holding(f"conversations/{id_of(window)}$"):
+        window.page.reload()
+        system = settings_panel(window)
+        expect(system).to_be_focused()
+        expect(system).not_to_be_editable()
+    expect(system).to_have_value("Be brief.")
+
+
+def test_what_is_typed_belongs_to_the_chat_shown_then(window: Window, app: Api) -> None:
+    window.ask()
+    first = id_of(window)
+    window.new_chat()
+    window.ask()
+    second = id_of(window)
+    system = settings_panel(window)
+    system.fill("Be brief.")
+    # As with the browser's button, the field keeps the focus.
+    window.page.evaluate("address => { location.hash = address }", f"#/chat/{first}")
+    system.fill("Be kind.")
+    with window.page.expect_response(lambda answer: answer.request.method == "PATCH"):
+        system.blur()
+    expect(system).to_have_value("Be kind.")
+    assert app.call("GET", "/state")["settings"]["system"] == ""
+    window.page.reload()
+    window.open(second)
+    expect(settings_panel(window)).to_have_value("Be brief.")
+    window.open(first)
+    expect(system).to_have_value("Be kind.")
+
+
+def test_the_latest_of_several_changes_holds(window: Window, app: Api) -> None:
+    window.ask()
+    system = settings_panel(window)
+    held, free = list[Route](), list[bool]()
+    address = re.compile(f"conversations/{id_of(window)}$")
+    window.page.route(address, lambda route: route.continue_() if free else held.append(route))
+    with window.page.expect_request(address):
+        system.fill("Be brief.")
+        system.blur()
+    system.fill("Be kind.")
+    system.blur()
+    free.append(True)
+    while held:
+        with window.page.expect_response(address):
+            held.pop().continue_()
+    expect(system).to_have_value("Be kind.")
+    window.page.reload()
+    expect(settings_panel(window)).to_have_value("Be kind.")
+
+
+def test_what_was_typed_last_outlives_the_window(window: Window) -> None:
+    window.ask()
+    system = settings_panel(window)
+    system.fill("Be brief.")
+    window.page.reload()
+    expect(window.replies).to_have_count(1)
+    expect(settings_panel(window)).to_have_value("Be brief.")
+
+
+def test_changes_wait_for_a_server_that_does_not_answer(window: Window, app: Api) -> None:
+    window.ask()
+    system = settings_panel(window)
+    address = re.compile(f"conversations/{id_of(window)}$")
+    window.page.route(address, lambda route: route.abort())
+    with window.page.expect_request(address):
+        system.fill("Be brief.")
+        system.blur()
+    with window.page.expect_response(address):
+        window.page.unroute(address)
+    assert app.call("GET", f"/conversations/{id_of(window)}")["system"] == "Be brief."
+    window.problems.clear()
 
 
 def test_an_option_out_of_range_is_not_kept(window: Window) -> None:

@@ -171,7 +171,7 @@ def test_the_oldest_are_offered_to_be_left_out_where_that_helps(data: Path, open
             window.new_chat()
         window.ask()
         assert not any(url.endswith("/regenerate") for url in asks)
-        app.call("PATCH", f"/conversations/{plain}", {"options": {}})
+        app.call("PATCH", f"/conversations/{plain}", {"options": {"when_full": None}})
         app.call("PATCH", "/settings", {"options": {"when_full": "leave_out_oldest"}})
         window.page.reload()
         window.wait_ready()

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import arithmetic
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.load import MERGING, OVERFLOWS
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.nn import arithmetic
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend

@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle.arithmetic import rope_tables, rotate
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.results import Overflow
+from edgeinfer.nn.arithmetic import rope_tables, rotate
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

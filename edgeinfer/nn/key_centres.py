@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgeinfer.bundle.arithmetic import inverse_frequencies, rope_tables
 from edgeinfer.bundle.geometry import Floats
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
+from edgeinfer.nn.arithmetic import inverse_frequencies, rope_tables
 
 # Radians per position up to which a pair hardly turns: 0.4 in 8,192 positions.
 _STILL = 5e-5

@@ -1,4 +1,4 @@
-"""Recurrent layers in plain numpy, over whole texts: what the reference backend and calibration compute alike."""
+"""Recurrent layers over whole texts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import silu
 from edgeinfer.bundle.parts import Mixer
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.nn.arithmetic import silu
 
 Floats = NDArray[np.float32]
 # Results of a layer's products, (S, C): numbers that are kept of every token, and numbers that only the row needs.

@@ -1,5 +1,4 @@
-"""The arithmetic of a decoder between its matrix products, in plain numpy. The reference backend and calibration
-compute with the same functions."""
+"""The arithmetic of a decoder between its matrix products."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""A decoder in numpy: what the reference backend computes, and calibration, probes and checks of conversions."""
