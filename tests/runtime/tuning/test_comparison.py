@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from edgeinfer.runtime.tuning.search import (
     search_settings,
 )
 from edgeinfer.runtime.tuning.stopwatch import DECODE, LOAD, LOADED, PREFILL, PROMPTS, TURN, VERIFY, Times
+from tests.alone import Alone
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.runtime.speculation.drafters.models import EXPORTS, make_backend
@@ -283,8 +285,8 @@ def _plant(folder: Path, blocks: tuple[int, ...]) -> None:
 Room = tuple[Backend, KVCache]
 
 
-def room(backend: Backend) -> Room:
-    return backend, backend.new_sequence(128)
+def room(backend: Alone[Any]) -> Room:
+    return backend.model, backend.cache
 
 
 @pytest.fixture(scope="module")
@@ -356,8 +358,8 @@ def test_a_search_that_cannot_be_made_is_refused(planted: Room, samples: list[Sa
             best_skip_set(*planted, nothing, EVEN)
     with pytest.raises(UsageError, match="granularity"):
         best_skip_set(*planted, samples, EVEN, granularity=0)
-    backend = ReferenceBackend(plant(), 128)
-    backend.capabilities = Capabilities(layer_skip=False, hidden=True, tree=True)
+    backend = Alone(ReferenceBackend(plant(), 128), 128)
+    backend.model.capabilities = Capabilities(layer_skip=False, hidden=True, tree=True)
     for search in (best_skip_set, best_exit):
         with pytest.raises(CapabilityError, match="cannot skip layers"):
             search(*room(backend), samples, EVEN)
