@@ -257,7 +257,7 @@ def test_only_planned_sessions_are_made(llama: Made, options: dict[str, Any], ro
     backend = make_backend(choice, config, plan)
     assert isinstance(backend, StaticBackend)
     assert [graph.rows for graph in backend.graphs.all] == rows
-    assert_close(feed_prompt(backend, TEXT), llama.expected(TEXT)[-1])
+    assert_close(feed_prompt(Alone(backend, plan.context), TEXT), llama.expected(TEXT)[-1])
 
 
 Dimension = onnx.TensorShapeProto.Dimension
