@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from edgeinfer.runtime.backends.contract import KVCache
-from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.controller import DraftController, RoundCosts
+from edgeinfer.runtime.speculation.controller import Acceptance, DraftController, RoundCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 
 # Plain steps after which it is looked again how many texts share the passes.

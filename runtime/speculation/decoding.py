@@ -176,19 +176,12 @@ class SpeculativeDecoding(Strategy):
             raise
 
     def _plain(self, lost: int) -> Passes[Sequence[int]]:
-        """One plain step, by which tables are judged where that may pay."""
-        started, watches = time.perf_counter_ns(), bool(self._drafters) and self._controller.watches
-        if watches:
-            self._catch_up()
-            self._controller.watch(self._context)
-            self.speculation.draft_ms += (time.perf_counter_ns() - started) / 1e6
-            started = time.perf_counter_ns()
+        """One plain step, of which drafters learn with the next round."""
+        started = time.perf_counter_ns()
         self._cache.hold(None)
         tokens = yield from self._plain_step(lost)
         self._pass_ns.append(self.pass_ns)
-        self._plain_left = 0 if watches else self._plain_left - 1
-        if watches:
-            self._controller.watched(tokens[0])
+        self._plain_left -= 1
         self._other_ns += time.perf_counter_ns() - started - self.pass_ns
         return tokens
 

@@ -21,14 +21,12 @@ from edgeinfer.runtime.planning.economics import asking_pays
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TUNED_DRAFTING, DraftHistory, TunedDrafting
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.batch import BatchController, SequenceDrafting
-from edgeinfer.runtime.speculation.controller import DraftController, RoundCosts
+from edgeinfer.runtime.speculation.controller import Acceptance, DraftController, RoundCosts, StochasticController
 from edgeinfer.runtime.speculation.costs import DeviceCosts, RoundTimings
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, asked_by_auto, drafter_method
-from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
 from edgeinfer.runtime.speculation.verification.rule import VerificationRule, find_verification
 
 _log = logging.getLogger("edgeinfer")

@@ -18,7 +18,7 @@ from typing import Any
 from edgeinfer.runtime.system.forks import renewed_in_children
 from edgeinfer.runtime.text.rendering import LENGTH, MAX_FRAME_BYTES, Rendered, pack, unpack
 
-KILL_AFTER_SECONDS = 15.0  # to start, compile and render; the sandbox itself gives a render five
+KILL_AFTER_SECONDS = 15.0  # to start, compile and render
 # What the worker is started with. The packages above the sandbox have names only, so that nothing heavy is imported.
 _BOOT = """\
 import sys, types

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 import re
 import struct
 import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,9 +22,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
 try:
     import resource
@@ -45,69 +40,17 @@ IDLE_SECONDS = 30.0
 CPU_SECONDS = 8  # of a render, compiling the template included
 _MEMORY_BASE, _MEMORY_PER_BYTE, _MEMORY_MOST = 24 << 20, 32, 64 << 20
 _OPEN_FILES = 16
-DEADLINE_SECONDS = 5.0
-MAX_SIZE = 8_000_000  # characters or elements that one operator may build; also the longest text of a render
-_MAX_INTEGER_BITS = 4096
 
 
-class LimitError(Exception):
-    """A template does too much work."""
-
-
-class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles chat templates that are not trusted. The sandbox keeps them from Python's internals and from changing
-    what they are given. Loops and calls look at the clock, and operators refuse to build something huge at one stroke;
-    the process bounds everything else."""
-
-    intercepted_binops = frozenset(("+", "*", "**"))
-
-    def __init__(self) -> None:
-        # Folding constants would run filters while compiling.
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag], optimized=False
-        )
-        self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _raise_exception
-        self._render = threading.local()
-
-    def begin(self) -> None:
-        """Start the clock of this thread's render."""
-        self._render.deadline = time.monotonic() + DEADLINE_SECONDS
-
-    def tick(self) -> bool:
-        """Stop a render that is past its deadline; templates call this in every loop."""
-        if time.monotonic() > self._render.deadline:
-            raise LimitError(f"the template does too much work: it runs for more than {DEADLINE_SECONDS:g} seconds")
-        return True
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        __self.tick()
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator of arithmetic, unless the result would be huge."""
-        if _result_size(operator, left, right) > MAX_SIZE:
-            raise LimitError("the template does too much work: it builds something too large")
-        return _OPERATORS[operator](left, right)
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree: nodes.Template = _Ticks().visit(super()._parse(source, name, filename))
-        tree.set_environment(self)
-        return tree
-
-
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"+": operator.add, "*": operator.mul, "**": operator.pow}
-
-
-def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Elements or bits of an operator's result, at most; 0 where it cannot be large."""
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-        return bits * (MAX_SIZE // _MAX_INTEGER_BITS)
-    if operator == "+":
-        return len(left) + len(right) if hasattr(left, "__len__") and hasattr(right, "__len__") else 0
-    sequence, factor = (right, left) if isinstance(left, int) else (left, right)
-    return len(sequence) * factor if hasattr(sequence, "__len__") and isinstance(factor, int) else 0
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What transformers renders chat templates with. The sandbox keeps them from Python's internals and from changing
+    what they are given; the process bounds their time and memory."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
 
 
 def _tojson(
@@ -133,20 +76,6 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class _Ticks(NodeTransformer):
-    """Adds a look at the clock to every loop."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
-        self.generic_visit(node)
-        tick = nodes.Call(
-            nodes.EnvironmentAttribute("tick", lineno=node.lineno), [], [], None, None, lineno=node.lineno
-        )
-        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
-        if node.test is not None:  # a filtered loop may spin without ever entering its body
-            node.test = nodes.And(tick, node.test, lineno=node.lineno)
-        return node
 
 
 class RenderError(Exception):
@@ -176,7 +105,7 @@ class Rendered:
 def check_syntax(source: str) -> None:
     """Parse a template without compiling it."""
     try:
-        TemplateEnvironment().parse(source)
+        _environment().parse(source)
     except Exception as error:  # absurd input makes jinja2 fail in many ways
         raise _not_compiled(error) from error
 
@@ -185,9 +114,8 @@ class Rendering:
     """A compiled template, for any number of threads."""
 
     def __init__(self, source: str) -> None:
-        self._environment = TemplateEnvironment()
         try:
-            self._template = self._environment.from_string(source)
+            self._template = _environment().from_string(source)
         except Exception as error:  # absurd input makes jinja2 and the compiler fail in many ways
             raise _not_compiled(error) from error
 
@@ -195,7 +123,6 @@ class Rendering:
         self, attempts: Sequence[Mapping[str, Any]], moment: Mapping[str, str], probes: Sequence[str] = ()
     ) -> list[Rendered]:
         """Render attempts, each the names given to the template, up to the first whose text has all probes."""
-        self._environment.begin()
         outcomes: list[Rendered] = []
         for names in attempts:
             outcomes.append(self._outcome(names, moment, probes))
@@ -204,19 +131,10 @@ class Rendering:
         return outcomes
 
     def _outcome(self, names: Mapping[str, Any], moment: Mapping[str, str], probes: Sequence[str]) -> Rendered:
-        pieces: list[str] = []
-        left = MAX_SIZE
         try:
-            context = self._template.new_context({"strftime_now": lambda text: _strftime(text, moment), **names})
-            for piece in self._template.root_render_func(context):
-                left -= len(piece)
-                if left < 0:
-                    raise LimitError(f"the template does too much work: it gives more than {MAX_SIZE} characters")
-                pieces.append(piece)
+            text = self._template.render({"strftime_now": lambda text: _strftime(text, moment), **names})
         except Exception as error:  # whatever a template's code raises is the template's failure
-            spent = isinstance(error, LimitError | MemoryError)
-            return Rendered(failure=("failed", _reason(error)), spent=spent)
-        text = "".join(pieces)
+            return Rendered(failure=("failed", _reason(error)), spent=isinstance(error, MemoryError))
         if probes and _NOTHING.search(text) and any(message["content"] is None for message in names["messages"]):
             return Rendered(text, probes)  # the template may have printed a content that is None
         # A list of parts that was printed as it is shows the content, but not as any model was trained on it.

@@ -38,7 +38,7 @@ class ChatTemplate:
 
     Templates come with models and are not trusted. They are rendered in jinja2's sandbox; a template whose text is not
     known in a process of its own, with limits of memory and time, which can be ended whatever it does. Frozen
-    applications have no interpreter to start: there it is rendered in this process.
+    applications have no interpreter to start: there it is rendered in this process, without these limits.
 
     Args:
         source: jinja2 text.

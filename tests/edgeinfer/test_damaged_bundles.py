@@ -319,9 +319,8 @@ def test_a_hostile_bundle_fails_and_its_model_goes_on(bundle: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_hostile_bundles_fail_and_their_models_go_on(bundle: Path, part: int) -> None:
-    for source in HOSTILE[::8][part::4]:
+def test_hostile_bundles_fail_and_their_models_go_on(bundle: Path) -> None:
+    for source in HOSTILE[::8]:
         chat_of_hostile(bundle, source)
 
 

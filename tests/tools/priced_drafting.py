@@ -76,7 +76,7 @@ class Pricing:
 
     def rested(self, controller: DraftController, steps: int) -> None:
         _RESTED(controller, steps)
-        self._count(steps, steps, steps * self.passes.ms(1) + controller.watched_ms)
+        self._count(steps, steps, steps * self.passes.ms(1))
 
     def _count(self, tokens: int, passes: int, ms: float) -> None:
         self.now.tokens, self.now.passes, self.now.ms = (

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.controller import DraftController
+from edgeinfer.runtime.speculation.controller import Acceptance, DraftController, StochasticController
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
-from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 
 FLAT = dict.fromkeys(range(1, 65), 10.0)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer.runtime.decoding.strategy import run_alone
-from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.controller import DraftController, RoundCosts
+from edgeinfer.runtime.speculation.controller import Acceptance, DraftController, RoundCosts
 from edgeinfer.runtime.speculation.drafters.contract import (
     Draft,
     DraftContext,
@@ -155,13 +154,9 @@ def decode(
     run = Run(controller, [], 0.0, [], [])
     while len(context.tokens) < len(text):
         steps = min(controller.rest, len(text) - len(context.tokens)) if rests else 0
-        if steps and controller.watches:
-            steps = 1
-            controller.watch(context)
-            controller.watched(text[len(context.tokens)])
         if steps:
             controller.rested(steps)
-            run.ms += steps * prices.pass_ms(1) + controller.watched_ms
+            run.ms += steps * prices.pass_ms(1)
             context.tokens.extend(text[len(context.tokens) : len(context.tokens) + steps])
             run.sizes += [1] * steps
             run.passes += [(1, prices.pass_ms(1))] * steps

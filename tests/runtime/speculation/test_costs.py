@@ -317,7 +317,7 @@ def test_costs_measured_in_a_busy_moment_follow_what_the_session_measures() -> N
         assert taken <= 1.06 * best, (share, right)
         known = costs.of([])
         for rows in range(1, 1 + known.confirmed):
-            assert known.pass_ms(rows) == pytest.approx(quiet.pass_ms(rows), rel=0.1), (share, right, rows)
+            assert known.pass_ms(rows) == pytest.approx(quiet.pass_ms(rows), rel=0.15), (share, right, rows)
 
 
 def test_what_reading_costs_follows_the_replies_and_one_busy_moment_moves_it_little() -> None:

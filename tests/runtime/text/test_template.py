@@ -221,11 +221,9 @@ def test_known_templates_render_in_this_process(shared: Path) -> None:
 
 def test_frozen_applications_render_in_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    monkeypatch.setattr("edgeinfer.runtime.text.rendering.DEADLINE_SECONDS", 0.1)
     template = ChatTemplate(CHATML, TOKENS)
     assert template.process is None
     assert "A small tiger." in template.render(PLAIN)
-    fails("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "too much work")
 
 
 def test_dates_are_the_clocks() -> None:
