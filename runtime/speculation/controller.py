@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from edgeinfer.runtime.decoding.strategy import Passes, run_alone
 from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_ms
 from edgeinfer.runtime.speculation.acceptance import SUREST, Acceptance, Answer, Mixer, Mixture
 from edgeinfer.runtime.speculation.budget import LossBudget, Trials
-from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round, guessed
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
 
 # A guess that counts as certain.
 _SURE = 0.995
@@ -336,7 +336,8 @@ class DraftController:
         if drafter.uses_target:
             self._at_work = drafter
         started = time.perf_counter_ns()
-        guesses = yield from guessed(drafter, context, path, width if drafter.branches else 1)
+        found = drafter.guesses(context, path, width if drafter.branches else 1)
+        guesses = (yield from found) if isinstance(found, Generator) else found
         ms = (time.perf_counter_ns() - started) / 1e6
         if guesses and unread >= _TELLING:
             self.timed_reading.append((name, max(0.0, ms - price) / unread))

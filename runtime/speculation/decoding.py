@@ -248,7 +248,8 @@ class SpeculativeDecoding(Strategy):
         for row, token in zip(rows, tokens, strict=False):  # behind a choice that was taken again nothing is committed
             entry = self._drafted_logprobs.get((row, token))
             if entry is None:
-                logits.bring(row)
+                if not logits.has(row):
+                    logits.bring(row)
                 entry = self._sampler.logprobs_of(token, logits.row(row))
             found.append(entry)
         return found

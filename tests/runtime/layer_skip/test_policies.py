@@ -287,7 +287,8 @@ def test_costs_are_measured_by_leaving_blocks_out(monkeypatch: pytest.MonkeyPatc
         behind.add(backend.cache.length)
         if batch.layer_mask is not None:
             now[0] += (COSTS.ms(batch.layer_mask) + 0.7 * (len(batch.tokens) - 1)) / 1e3
-        return forward(passes)
+        found: list[PassResult] = forward(passes)
+        return found
 
     monkeypatch.setattr(backend.model, "forward", timed)
     monkeypatch.setattr("edgeinfer.runtime.layer_skip.block_costs.time.perf_counter", lambda: now[0])

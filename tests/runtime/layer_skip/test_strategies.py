@@ -149,9 +149,10 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Text, backend:
         batch = passes[0][1]
         if batch.hidden is not None:
             seen.append((len(batch.tokens), backend.cache.snapshot(len(PROMPT))))
-        return forward(passes)
+        found: list[PassResult] = forward(passes)
+        return found
 
-    backend.model.forward = watched  # type: ignore[method-assign]
+    backend.model.forward = watched
     try:
         reply(engine, steps, sampler, 10)
     finally:
