@@ -138,7 +138,7 @@ class TokenStream:
         self._tokens: list[int] = [*prompt, *self._request.reply]
         self._ahead: deque[int] = deque()  # tokens of the latest pass that were not given yet
         self._entered = self._joined = False
-        self._since = 0.0  # time of the latest pass's tokens
+        self._since = self._look = 0.0  # times of the latest pass's tokens, and of the next look at the budget
         self._prefill: Prefill | None = None
         self._preparing = False
         self._items: deque[Chunk] = deque()  # that were made and not read yet
@@ -360,7 +360,6 @@ class TokenStream:
                 if plain and pass_ms:
                     self._overhead_ms.append(self._round_ms - pass_ms - read_ms)
                 plain = pass_ms > 0
-                self._parts.ledger.check()
                 text = self._text.push(token)
                 if self._text.ended:
                     reason = "stop"
@@ -418,6 +417,9 @@ class TokenStream:
                 return False
         now = time.perf_counter()
         self._since, self._round_ms = now, (now - (self._request.started if first else self._since)) * 1e3
+        if now >= self._look:
+            self._look = now + _LOOK_S
+            self._parts.ledger.check()
         self._left -= len(tokens)
         self._ahead.extend(tokens)
         return bool(tokens)
