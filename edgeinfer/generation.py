@@ -24,8 +24,7 @@ from edgeinfer.reply_decoding import (
 )
 from edgeinfer.runtime.backends.contract import PassResult, PreemptedError
 from edgeinfer.runtime.decoding.scheduler import Task
-from edgeinfer.runtime.decoding.sequence import Prefill
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, Strategy
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Prefill, Strategy
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.system.forks import keep_for_good
@@ -36,6 +35,10 @@ from edgeinfer.turns import Turns
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
+
+
+# Seconds between two looks at the budget: one takes some 30 microseconds.
+_LOOK_S = 0.02
 
 
 class ShownLogprobs:

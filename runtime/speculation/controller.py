@@ -16,7 +16,7 @@ from collections.abc import Generator, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from edgeinfer.runtime.decoding.strategy import Passes, run_alone
+from edgeinfer.runtime.decoding.sequence import Passes, run_alone
 from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_ms
 from edgeinfer.runtime.speculation.acceptance import SUREST, Acceptance, Answer, Mixer, Mixture
 from edgeinfer.runtime.speculation.budget import LossBudget, Trials

@@ -15,7 +15,7 @@ from edgeinfer.core.results import SpeculationUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Pass
 from edgeinfer.runtime.decoding import sequence as decoding
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, Strategy
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.controller import DraftController

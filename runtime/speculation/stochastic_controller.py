@@ -14,7 +14,7 @@ from dataclasses import field
 from itertools import count
 
 from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.controller import Asked, DraftController, RoundCosts
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round, guessed

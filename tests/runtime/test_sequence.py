@@ -20,7 +20,7 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassCancelledError, PassResult, check_pass
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
-from edgeinfer.runtime.decoding.strategy import run_alone
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost, Removed
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.sampler import Sampler

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import KVCache
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 
 Probabilities = NDArray[np.float64]  # (V,), a distribution over tokens
 State = Mapping[str, NDArray[Any]]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import BundleError, StorageError, UsageError
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
-from edgeinfer.runtime.decoding.strategy import Passes, run_alone
+from edgeinfer.runtime.decoding.sequence import Passes, run_alone
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.calibrated import SkipLevels, kept_layers
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay

@@ -16,8 +16,8 @@ import pytest
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
+from edgeinfer.runtime.decoding.sequence import Passes, run_alone
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
-from edgeinfer.runtime.decoding.strategy import Passes, run_alone
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, PromptStates
 from edgeinfer.runtime.layer_skip.entropy import ModelSwitchDecoding

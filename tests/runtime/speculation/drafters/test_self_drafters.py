@@ -15,7 +15,7 @@ from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import ExpertChoice
-from edgeinfer.runtime.decoding.strategy import run_alone
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.self_drafters import (
     BitsAndExpertsDrafter,
