@@ -20,7 +20,7 @@ from edgeinfer import load
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.core.errors import StorageError
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult, check_pass
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, following
 from edgeinfer.runtime.profile.costs import pace as pace_of
 from edgeinfer.runtime.speculation import costs as device_costs
