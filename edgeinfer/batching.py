@@ -20,9 +20,8 @@ from edgeinfer.lifecycle import ModelLifecycle, ModelParts
 from edgeinfer.reply_decoding import GenerationRequest, require_shareable
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.decoding.scheduler import shares_passes
-from edgeinfer.runtime.decoding.sequence import Sequence
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Sequence
 from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from edgeinfer.runtime.system.memory import allocating
 from edgeinfer.turns import Turns

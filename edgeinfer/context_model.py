@@ -24,7 +24,7 @@ from edgeinfer.model_thread import ModelThread
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.contexts import ContextMaker
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.kv_cache.contexts import (
     PLACEMENTS,
     ContextRows,

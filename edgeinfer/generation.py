@@ -24,8 +24,7 @@ from edgeinfer.reply_decoding import (
 )
 from edgeinfer.runtime.backends.contract import PassResult, PreemptedError
 from edgeinfer.runtime.decoding.scheduler import Task
-from edgeinfer.runtime.decoding.sequence import Prefill
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, Strategy
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Prefill, Strategy
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.system.forks import keep_for_good
@@ -36,6 +35,10 @@ from edgeinfer.turns import Turns
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
+
+
+# Seconds between two looks at the budget: one takes some 30 microseconds.
+_LOOK_S = 0.02
 
 
 class ShownLogprobs:
@@ -138,7 +141,7 @@ class TokenStream:
         self._tokens: list[int] = [*prompt, *self._request.reply]
         self._ahead: deque[int] = deque()  # tokens of the latest pass that were not given yet
         self._entered = self._joined = False
-        self._since = 0.0  # time of the latest pass's tokens
+        self._since = self._look = 0.0  # times of the latest pass's tokens, and of the next look at the budget
         self._prefill: Prefill | None = None
         self._preparing = False
         self._items: deque[Chunk] = deque()  # that were made and not read yet
@@ -360,7 +363,6 @@ class TokenStream:
                 if plain and pass_ms:
                     self._overhead_ms.append(self._round_ms - pass_ms - read_ms)
                 plain = pass_ms > 0
-                self._parts.ledger.check()
                 text = self._text.push(token)
                 if self._text.ended:
                     reason = "stop"
@@ -418,6 +420,9 @@ class TokenStream:
                 return False
         now = time.perf_counter()
         self._since, self._round_ms = now, (now - (self._request.started if first else self._since)) * 1e3
+        if now >= self._look:
+            self._look = now + _LOOK_S
+            self._parts.ledger.check()
         self._left -= len(tokens)
         self._ahead.extend(tokens)
         return bool(tokens)

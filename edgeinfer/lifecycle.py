@@ -31,7 +31,7 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertUseObserver
 from edgeinfer.runtime.decoding import sequence as sequences
 from edgeinfer.runtime.decoding.scheduler import Scheduler
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.kv_cache.session_file import Origin, SessionFile, open_session, write_session
 from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan

@@ -13,7 +13,7 @@ from edgeinfer.core.options.reply import MOST_BIASES, GenerationConfig, steering
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Result
 from edgeinfer.lifecycle import ModelParts
-from edgeinfer.runtime.decoding.strategy import Strategy
+from edgeinfer.runtime.decoding.sequence import Strategy
 from edgeinfer.runtime.kv_cache.contexts import JoinedContexts
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, TextCheck
 from edgeinfer.runtime.sampling.processor import LogitsProcessor

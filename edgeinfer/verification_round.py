@@ -14,9 +14,8 @@ from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.runtime.backends.contract import PassCancelledError, PreemptedError
-from edgeinfer.runtime.decoding.sequence import Sequence
+from edgeinfer.runtime.decoding.sequence import Passes, Sequence
 from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, DraftAdvice, draft_advice
-from edgeinfer.runtime.decoding.strategy import Passes
 from edgeinfer.turns import Turns
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.reply import SchemaClass
@@ -251,8 +251,7 @@ class TokenLogprob:
     alternatives: tuple[TokenLogprob, ...] = ()  # the likeliest tokens at its place, best first, maybe including itself
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A piece of streamed text: whole characters only, possibly of several tokens, possibly empty. `logprobs` are of
     the tokens whose text starts here, if requested; none of a stop string."""
 

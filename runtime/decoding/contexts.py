@@ -11,8 +11,7 @@ from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
 from edgeinfer.core.errors import CapabilityError, ContextLengthError, Setting
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.decoding.sequence import Sequence
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes, Sequence
 from edgeinfer.runtime.kv_cache.contexts import ContextRows, EditPart, parts_of_edit, turn
 
 # Parts of decoders whose keys cannot be turned, or are none of the layer's own.

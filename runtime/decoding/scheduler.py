@@ -29,8 +29,8 @@ from edgeinfer.runtime.backends.contract import (
     check_pass,
 )
 from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, T
 from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, T
 
 
 class RowRequest:

@@ -1,4 +1,4 @@
-"""One text in a cache: its tokens, what the cache has of them, and how a prompt and a strategy add to both."""
+"""One text in a cache, and the strategies that add to it: generators that yield the passes they need."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import threading
 import time
 from collections import abc
 from collections.abc import Generator, Iterable
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from edgeinfer.core.errors import BudgetError, CapabilityError, ContextLengthError, PromptError, Setting
 from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import ComputeUse, RemoteUse, SearchUse, SpeculationUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import (
@@ -22,16 +24,124 @@ from edgeinfer.runtime.backends.contract import (
     check_adapter,
 )
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, Strategy, run_alone, until_stop
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.contexts import JoinedContexts
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, shared_length
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.system.memory import keeping_freed
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluate:
+    """What a generator yields: passes over sequences of one backend, whose results it is sent; arrays in these are
+    views until it yields again. Without passes, others go first. A draft with `gains` may be cut, then there are fewer
+    rows of logits."""
+
+    backend: Backend
+    passes: abc.Sequence[tuple[KVCache, Pass]]
+
+
+# A computation that needs passes: `value = yield from computation`.
+Passes: TypeAlias = Generator[Evaluate, "list[PassResult]", T]
+
+
+def run_alone(work: Passes[T]) -> T:
+    """Runs a computation to its end outside of a scheduler, each pass at once."""
+    try:
+        wanted = next(work)
+        while True:
+            try:
+                results = wanted.backend.forward(wanted.passes) if wanted.passes else []
+            except BaseException as error:
+                wanted = work.throw(error)
+            else:
+                wanted = work.send(results)
+    except StopIteration as done:
+        value: T = done.value
+        return value
+
+
+class Strategy:
+    """Decodes one reply: `first` follows the prompt, then `next` until the reply ends; this one is plain decoding.
+
+    The rows of the sequence's cache must be those that the whole model gives to the text's tokens. A strategy that
+    leaves some out, or feeds them later, cuts the cache to those that are by the time its generation ends.
+
+    Attributes:
+        searches: the cache holds more than the reply while it is decoded, so that the reply cannot be paused.
+        pass_ns: of the latest step, nanoseconds of its pass where it was plain; 0 where it was another.
+        speculation, compute, search, remote: what the strategy counts, as results have it; complete after `finish`.
+    """
+
+    searches = False
+    speculation: SpeculationUse | None = None
+    compute: ComputeUse | None = None
+    search: SearchUse | None = None
+    remote: RemoteUse | None = None
+
+    def __init__(self, sequence: Sequence, sampler: Sampler) -> None:
+        self._sequence, self._sampler = sequence, sampler
+        self._backend, self._cache = sequence.backend, sequence.cache
+        self.pass_ns = 0
+        self._root = 0  # the reply's last token, which the cache does not hold yet
+        self._plain_hidden: Floats | None = None  # of the last plain step; a view until the next pass
+        self._tokens_fed, self._position = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        step = Pass(self._tokens_fed, self._position, _ONE_ROW)
+        self._plain_pass = Evaluate(self._backend, ((self._cache, step),))
+
+    def read(self, batch: Pass) -> Passes[PassResult]:
+        """Evaluates a chunk of the prompt by the whole model."""
+        (result,) = yield Evaluate(self._backend, ((self._cache, batch),))
+        return result
+
+    def first(self, prompt: abc.Sequence[int], logits: Floats, room: int) -> Passes[abc.Sequence[int]]:  # (V,)
+        """Start after a prompt that was fed: make 1 to `room` tokens. Called again when a paused reply goes on."""
+        yield from ()
+        return self._first(prompt, logits)
+
+    def next(self, room: int, lost: int) -> Passes[abc.Sequence[int]]:
+        """Make 1 to `room` further tokens, accepted by the sampler; at least the last is not fed yet. The sequence has
+        all tokens made before in `tokens`."""
+        return self._plain_step(lost)
+
+    def leave(self) -> None:
+        """Drops what was fed for the generation alone, which pauses or ends."""
+
+    def finish(self) -> None:
+        """Ends the reply: statistics are complete afterwards, and nothing of the request is referred to."""
+
+    def _first(self, prompt: abc.Sequence[int], logits: Floats) -> tuple[int]:  # (V,)
+        self.pass_ns = 0
+        return self._accept(self._sampler.sample(logits, len(prompt)), logits)
+
+    def _plain_step(self, lost: int = 0) -> Passes[tuple[int]]:
+        """Make one token by plain decoding: forward one row, sample, accept."""
+        started = time.perf_counter_ns()
+        self._tokens_fed[0], self._position[0] = self._root, self._cache.length
+        (result,) = yield self._plain_pass
+        self.pass_ns = time.perf_counter_ns() - started
+        self._plain_hidden, logits = result.hidden, result.logits[0]
+        return self._accept(self._sampler.sample(logits, self._cache.length + lost), logits)
+
+    def _accept(self, token: int, logits: Floats) -> tuple[int]:  # (V,)
+        self._sampler.accept(token, logits)
+        self._root = token
+        return (token,)
+
+
+def until_stop(tokens: abc.Sequence[int], stop_ids: frozenset[int]) -> abc.Sequence[int]:
+    """Cuts tokens behind the first stop id."""
+    for place, token in enumerate(tokens):
+        if token in stop_ids:
+            return tokens[: place + 1]
+    return tokens
+
+
 # Tokens that are sooner evaluated again than kept: a reply's last ones, which a template writes in another way.
 _FEW = 16
-_NO_ROWS = np.zeros(0, np.int64)
+_NO_ROWS, _ONE_ROW = np.zeros(0, np.int64), np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult, require
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import (

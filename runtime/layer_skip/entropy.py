@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import (
     ReducedDecoding,

@@ -15,7 +15,7 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import KVCache, Pass, require
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments, likeliest

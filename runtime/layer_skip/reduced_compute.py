@@ -15,8 +15,7 @@ from edgeinfer.core.methods import DeclaredMethod, find_method
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import require
-from edgeinfer.runtime.decoding.sequence import Sequence
-from edgeinfer.runtime.decoding.strategy import Strategy
+from edgeinfer.runtime.decoding.sequence import Sequence, Strategy
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.strategy import SmallModel, StrategyArguments
 from edgeinfer.runtime.profile.device_profile import DeviceProfile

@@ -19,7 +19,7 @@ from edgeinfer.nn.arithmetic import log_softmax
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
 from edgeinfer.runtime.decoding import sequence as decoding
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, Strategy
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.text.contract import TokenizerLike

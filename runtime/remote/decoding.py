@@ -20,7 +20,7 @@ from edgeinfer.core.results import ComputeUse, RemoteUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.decoding import sequence as decoding
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, Strategy
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy
 from edgeinfer.runtime.layer_skip.strategy import entropy_bits

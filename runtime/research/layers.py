@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.errors import BundleError, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, kept_layers, layers_mask, skipping
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import EvaluatedPrompt, Mask, SpeedTarget, StrategyArguments

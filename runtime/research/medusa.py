@@ -12,7 +12,7 @@ from edgeinfer.bundle.additions import MOST_HEADS, STATE_EPS, Heads, heads_bytes
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, require
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.research.heads import Matrix, OutputRows, StateDrafter, silu
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, drafter_heads_bytes

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter

@@ -12,7 +12,7 @@ import numpy as np
 from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, DrafterParts
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter

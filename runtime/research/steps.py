@@ -15,7 +15,7 @@ import numpy as np
 from edgeinfer.core.methods import method_option
 from edgeinfer.core.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.decoding.strategy import Passes, Strategy
+from edgeinfer.runtime.decoding.sequence import Passes, Strategy
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import SmallModel, StrategyArguments, feed
 from edgeinfer.runtime.sampling.sampler import Probabilities

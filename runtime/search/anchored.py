@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.errors import ContextLengthError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.layer_skip.strategy import SmallModel
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchMethod, SearchParts, SearchStrategy, logprob
 

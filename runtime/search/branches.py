@@ -11,7 +11,7 @@ from edgeinfer.core.errors import BackendError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PreemptedError
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.search.strategy import Feeder
 
 

@@ -20,7 +20,7 @@ from edgeinfer.core.results import SearchedText, SearchUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Pass, PreemptedError
 from edgeinfer.runtime.decoding import sequence as decoding
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, Strategy
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.layer_skip.strategy import SmallModel
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, KVCache, Pass
-from edgeinfer.runtime.decoding.strategy import run_alone
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts, RanPasses, TimedPass, following, pace
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Round, Verdict, guessed

@@ -15,7 +15,7 @@ from edgeinfer.core.results import SpeculationUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Pass
 from edgeinfer.runtime.decoding import sequence as decoding
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, Strategy
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.controller import DraftController
@@ -241,7 +241,8 @@ class SpeculativeDecoding(Strategy):
         for row, token in zip(rows, tokens, strict=False):  # behind a choice that was taken again nothing is committed
             entry = self._drafted_logprobs.get((row, token))
             if entry is None:
-                logits.bring(row)
+                if not logits.has(row):
+                    logits.bring(row)
                 entry = self._sampler.logprobs_of(token, logits.row(row))
             found.append(entry)
         return found

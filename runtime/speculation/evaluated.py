@@ -29,6 +29,10 @@ class LogitRows:
         self._left = 0 if hidden is None else len(hidden) - len(rows)  # rows that were never computed
         self._hidden, self._head, self._leaving = hidden, head, leaving
 
+    def has(self, row: int) -> bool:
+        """Whether a row is in memory."""
+        return 0 <= row - self.first < len(self.rows)
+
     def row(self, row: int) -> Floats:  # (V,)
         """The logits after a row that is in memory."""
         found: Floats = self.rows[row - self.first]
@@ -40,9 +44,7 @@ class LogitRows:
         return self._left <= 0
 
     def bring(self, row: int) -> None:
-        """Run the head for a row and those behind it where it is not in memory, which overwrites those that are."""
-        if 0 <= row - self.first < len(self.rows):
-            return
+        """Run the head for a row and those behind it, which overwrites the rows in memory."""
         assert self._head is not None and self._hidden is not None, "all rows of other passes are in memory"
         if self._leaving is not None:
             for place, logits in enumerate(self.rows, self.first):
@@ -67,9 +69,11 @@ class Evaluated:
 
 def decided(deciding: Deciding, logits: LogitRows) -> Verdict:
     """What a rule decides, with the rows that it asks for brought one after the other."""
-    while True:
-        try:
-            logits.bring(next(deciding) + 1)
-        except StopIteration as done:
-            verdict: Verdict = done.value
-            return verdict
+    try:
+        while True:
+            row = next(deciding) + 1
+            if not logits.has(row):
+                logits.bring(row)
+    except StopIteration as done:
+        verdict: Verdict = done.value
+        return verdict

@@ -16,7 +16,7 @@ from edgeinfer.core.options.decoding import drafters_in
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.results import SpeculationUse
 from edgeinfer.runtime.decoding import sequence as decoding
-from edgeinfer.runtime.decoding.strategy import Strategy
+from edgeinfer.runtime.decoding.sequence import Strategy
 from edgeinfer.runtime.planning.economics import asking_pays
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TUNED_DRAFTING, DraftHistory, TunedDrafting

@@ -17,8 +17,7 @@ from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse, PassWork
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Pass, require
-from edgeinfer.runtime.decoding.sequence import Sequence
-from edgeinfer.runtime.decoding.strategy import Strategy, run_alone
+from edgeinfer.runtime.decoding.sequence import Sequence, Strategy, run_alone
 from edgeinfer.runtime.layer_skip.strategy import divergence
 from edgeinfer.runtime.sampling.distributions import Logits, token_logprobs
 from edgeinfer.runtime.sampling.sampler import Sampler

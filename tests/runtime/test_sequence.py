@@ -20,7 +20,7 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassCancelledError, PassResult, check_pass
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
-from edgeinfer.runtime.decoding.strategy import run_alone
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost, Removed
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.sampler import Sampler
@@ -187,7 +187,8 @@ def test_feeds_the_prompt_in_chunks_and_each_token_once(text: Text, table: Table
 
 def test_times_every_step(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = itertools.count()
-    clock = SimpleNamespace(perf_counter=lambda: next(looks) / 1000)  # on which a millisecond passes between two looks
+    # On which a millisecond passes between two looks, but for those that time passes.
+    clock = SimpleNamespace(perf_counter=lambda: next(looks) / 1000, perf_counter_ns=lambda: 0)
     monkeypatch.setattr("edgeinfer.runtime.decoding.sequence.time", clock)
     steps = list(text.generate([1, 2, 3], Greedy(), max_tokens=4, stop_ids=frozenset()))
     assert text.prefill.ms == pytest.approx(1)

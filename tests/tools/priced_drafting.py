@@ -21,7 +21,7 @@ from unittest.mock import patch
 import edgeinfer
 from edgeinfer.apps.bench.render import markdown_table
 from edgeinfer.apps.bench.texts import STORIES, TokenizedPrompt, load_prompts, tokenize_prompts
-from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
+from edgeinfer.runtime.decoding.sequence import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.costs import DeviceCosts, SessionCosts

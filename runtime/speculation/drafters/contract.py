@@ -5,6 +5,7 @@ branches. The target's pass feeds the root and then the draft's nodes, so node i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import KVCache
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 
 Probabilities = NDArray[np.float64]  # (V,), a distribution over tokens
 State = Mapping[str, NDArray[Any]]
@@ -91,7 +92,7 @@ class Draft:
         """The nodes' tokens."""
         return [guess.token for guess in self.guesses]
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         """Whether every node is the child of the one before it."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass
-from edgeinfer.runtime.decoding.strategy import Passes
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import module_method
 from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter

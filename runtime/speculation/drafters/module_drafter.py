@@ -12,7 +12,7 @@ from edgeinfer.bundle.spec import WAITING_ROWS, DraftModule
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, run_alone
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, run_alone
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, KVCache, Pass, PassResult, require
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Resumption

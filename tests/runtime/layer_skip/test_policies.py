@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import BundleError, StorageError, UsageError
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
-from edgeinfer.runtime.decoding.strategy import Passes, run_alone
+from edgeinfer.runtime.decoding.sequence import Passes, run_alone
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.calibrated import SkipLevels, kept_layers
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay
@@ -287,7 +287,8 @@ def test_costs_are_measured_by_leaving_blocks_out(monkeypatch: pytest.MonkeyPatc
         behind.add(backend.cache.length)
         if batch.layer_mask is not None:
             now[0] += (COSTS.ms(batch.layer_mask) + 0.7 * (len(batch.tokens) - 1)) / 1e3
-        return forward(passes)
+        found: list[PassResult] = forward(passes)
+        return found
 
     monkeypatch.setattr(backend.model, "forward", timed)
     monkeypatch.setattr("edgeinfer.runtime.layer_skip.block_costs.time.perf_counter", lambda: now[0])

@@ -16,8 +16,8 @@ import pytest
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
+from edgeinfer.runtime.decoding.sequence import Passes, run_alone
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
-from edgeinfer.runtime.decoding.strategy import Passes, run_alone
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, PromptStates
 from edgeinfer.runtime.layer_skip.entropy import ModelSwitchDecoding
@@ -149,9 +149,10 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Text, backend:
         batch = passes[0][1]
         if batch.hidden is not None:
             seen.append((len(batch.tokens), backend.cache.snapshot(len(PROMPT))))
-        return forward(passes)
+        found: list[PassResult] = forward(passes)
+        return found
 
-    backend.model.forward = watched  # type: ignore[method-assign]
+    backend.model.forward = watched
     try:
         reply(engine, steps, sampler, 10)
     finally:

@@ -15,8 +15,8 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult, check_pass
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
-from edgeinfer.runtime.decoding.strategy import Passes
 from edgeinfer.runtime.sampling.constraint import Constraint
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler

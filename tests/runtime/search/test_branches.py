@@ -19,8 +19,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassCancelledError
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
-from edgeinfer.runtime.decoding.sequence import Sequence
-from edgeinfer.runtime.decoding.strategy import run_alone
+from edgeinfer.runtime.decoding.sequence import Sequence, run_alone
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeinfer.runtime.decoding.strategy import run_alone
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.controller import Acceptance, DraftController, RoundCosts
 from edgeinfer.runtime.speculation.drafters.contract import (
     Draft,

@@ -126,9 +126,9 @@ class Subject:
         model = self._model() if {"model", "rapid"} & {*names} else None
         if model is not None:
             model.cache.trim(0)
-        small = (None, None) if model is None else (model.model, model.cache)
+        small, cache = (None, None) if model is None else (model.model, model.cache)
         target = self.backend.model
-        parts = DrafterParts(target, self.backend.cache, *small, 8, TunedDrafting(), bundle=self.bundle)
+        parts = DrafterParts(target, self.backend.cache, small, cache, 8, TunedDrafting(), bundle=self.bundle)
         if "bits" in names and not self.backend.capabilities.high_planes:
             names = [name for name in names if name != "bits"]
             if not names:

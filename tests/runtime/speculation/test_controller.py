@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.decoding.strategy import run_alone
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.batch import BatchController
 from edgeinfer.runtime.speculation.controller import DraftController, StochasticController
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext

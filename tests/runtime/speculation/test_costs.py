@@ -20,6 +20,7 @@ from edgeinfer import load
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.core.errors import StorageError
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult, check_pass
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, following
 from edgeinfer.runtime.profile.costs import pace as pace_of
 from edgeinfer.runtime.speculation import costs as device_costs
@@ -338,7 +339,7 @@ def test_reading_is_measured_with_the_guesses_of_a_draft_model(monkeypatch: pyte
     """By a clock that a guess moves by 1 ms, each token that it reads by 0.25, and one busy moment by 40."""
     now, guesses, busy = [0.0], ModelDrafter.guesses, iter([40.0])
 
-    def timed(self: ModelDrafter, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def timed(self: ModelDrafter, context: DraftContext, drafted: Sequence[int], width: int) -> Passes[Sequence[Guess]]:
         unread = 0 if drafted else self.unread(context)
         now[0] += (1.0 + 0.25 * unread + (next(busy, 0.0) if len(context.tokens) > 40 else 0.0)) / 1e3
         return guesses(self, context, drafted, width)

@@ -98,7 +98,8 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(reference: Subject, monkeypatc
     def fails(passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
         if passes[0][1].hidden is not None:
             raise RuntimeError("broken")
-        return whole(passes)
+        found: list[PassResult] = whole(passes)
+        return found
 
     monkeypatch.setattr(reference.backend.model, "forward", fails)
     with pytest.raises(RuntimeError, match="broken"):

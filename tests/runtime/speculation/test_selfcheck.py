@@ -104,11 +104,11 @@ class Disturbed(KVCache):
 
     @property
     def length(self) -> int:  # type: ignore[override]
-        return self._inner.cache.length
+        return int(self._inner.cache.length)
 
     @property
     def capacity(self) -> int:  # type: ignore[override]
-        return self._inner.cache.capacity
+        return int(self._inner.cache.capacity)
 
     def trim(self, length: int) -> None:
         self._inner.cache.trim(length)

@@ -14,8 +14,8 @@ from scipy.stats import chisquare
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
-from edgeinfer.runtime.decoding.strategy import Passes
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext

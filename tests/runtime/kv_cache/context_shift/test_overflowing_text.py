@@ -79,8 +79,8 @@ class Writer:
 
     def _rounds(self, sampler: Witness, config: GenerationConfig, names: Sequence[str]) -> SpeculativeDecoding:
         small = make_graph_backend(self.bundle, self.backend.cache.capacity) if "model" in names else None
-        draft = (None, None) if small is None else (small.model, small.cache)
-        parts = DrafterParts(self.backend.model, self.backend.cache, *draft, 8, TunedDrafting())
+        draft, cache = (None, None) if small is None else (small.model, small.cache)
+        parts = DrafterParts(self.backend.model, self.backend.cache, draft, cache, 8, TunedDrafting())
         if not self.backend.capabilities.high_planes:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
         made = [drafter_method(name).make(parts) for name in names]
@@ -169,14 +169,16 @@ def test_what_came_before_never_changes_a_reply(writer: Callable[..., Writer], d
 def test_cancelling_while_attention_is_observed(writer: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = writer("merge").write(CYCLE, SAMPLED, 60)[0]
     subject = writer("merge")
-    whole, runs = subject.backend.model.forward, []
+    runs: list[int] = []
+    whole: Any = subject.backend.model.forward
 
     def cancels(passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
         if passes[0][1].layer_mask is not None:
             runs.append(1)
             if len(runs) == 3:
                 raise PassCancelledError("cancelled")
-        return whole(passes)
+        found: list[PassResult] = whole(passes)
+        return found
 
     monkeypatch.setattr(subject.backend.model, "forward", cancels)
     reply = subject.write(CYCLE, SAMPLED, 60)[0]

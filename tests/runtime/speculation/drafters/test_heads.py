@@ -14,9 +14,8 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.decoding.sequence import Sequence
-from edgeinfer.runtime.decoding.strategy import Passes as Waiting
-from edgeinfer.runtime.decoding.strategy import run_alone
+from edgeinfer.runtime.decoding.sequence import Passes as Waiting
+from edgeinfer.runtime.decoding.sequence import Sequence, run_alone
 from edgeinfer.runtime.research.heads import Matrix
 from edgeinfer.runtime.research.medusa import MedusaDrafter
 from edgeinfer.runtime.sampling.processor import LogitsProcessor

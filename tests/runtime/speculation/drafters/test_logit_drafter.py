@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Pass
-from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, run_alone
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, run_alone
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower, LogitDrafter
 from tests.alone import Alone

@@ -19,7 +19,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
 from edgeinfer.core.errors import BundleError, ModelError, StorageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.decoding.strategy import run_alone
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.drafters.contract import Probabilities
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
 from tests.alone import Alone

@@ -15,7 +15,7 @@ from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import ExpertChoice
-from edgeinfer.runtime.decoding.strategy import run_alone
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.self_drafters import (
     BitsAndExpertsDrafter,
@@ -270,7 +270,7 @@ def guesses(mixture: Alone[Any], drafter: ExpertsDrafter, count: int) -> list[in
 
 
 def test_guesses_are_what_fewer_experts_choose(mixture: Alone[Any]) -> None:
-    count = fewer_experts(mixture)
+    count = fewer_experts(mixture.model)
     assert count == TOP_K // 2
     drafted = guesses(mixture, ExpertsDrafter(*pair(mixture)), 6)
     mixture.cache.trim(0)
@@ -305,7 +305,7 @@ def test_one_plane_and_fewer_experts_draft_in_one_pass(mixture_kind: str, mixtur
     feed(mixture, START[:-1])
     tokens = [START[-1], *drafted]
     for at, token in enumerate(drafted):
-        logits = feed(mixture, tokens[at : at + 1], planes=1, experts=ExpertChoice(fewer_experts(mixture)))
+        logits = feed(mixture, tokens[at : at + 1], planes=1, experts=ExpertChoice(fewer_experts(mixture.model)))
         assert token == logits[0].argmax()
     plain = Plain.decode(mixture, START, 25)
     assert speculate(mixture, BitsAndExpertsDrafter(*pair(mixture)), plain, 0) == list(plain.reply)
