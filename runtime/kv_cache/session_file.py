@@ -46,7 +46,7 @@ from edgeinfer.bundle.writing import new_file
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.version import SAMPLING, VERSION
-from edgeinfer.runtime.backends.cache import RowBlob, CacheSnapshot, CopiedRows, OpaqueRows
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, OpaqueRows, RowBlob
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, ROW_SCALES
 
 _FORMAT = "edgeinfer-session"

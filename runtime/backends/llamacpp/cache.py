@@ -14,10 +14,10 @@ from edgeinfer.core.errors import BackendError, CapabilityError, Setting
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import (
-    RowBlob,
     CacheSnapshot,
     Edit,
     OpaqueRows,
+    RowBlob,
     check_length,
     check_type,
     row_range,
