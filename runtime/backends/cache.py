@@ -115,7 +115,7 @@ def _cut(arrays: list[NDArray[Any]], at: int) -> list[NDArray[Any]]:  # L of (H,
     return rest
 
 
-class Blob(NamedTuple):
+class RowBlob(NamedTuple):
     """What an engine keeps of the rows start..stop-1 of a text, in its own format."""
 
     start: int
@@ -131,7 +131,7 @@ class OpaqueRows:
 
     start: int
     length: int
-    blobs: Sequence[Blob]
+    blobs: Sequence[RowBlob]
     kv: str
     scales: str
     row_bytes: int

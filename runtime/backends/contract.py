@@ -114,7 +114,7 @@ class PassObserver(Protocol):
         """A pass appended its rows to a cache, from row `start` on."""
 
     def kept(self, cache: KVCache, start: int, rows: Sequence[int]) -> None:
-        """Of the pass that began at row `start` only these rows stay."""
+        """Only these rows stay of the pass that began at row `start`."""
 
 
 class KVCache(ABC):

@@ -46,7 +46,7 @@ from edgeinfer.bundle.writing import new_file
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.version import SAMPLING, VERSION
-from edgeinfer.runtime.backends.cache import Blob, CacheSnapshot, CopiedRows, OpaqueRows
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, OpaqueRows, RowBlob
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, ROW_SCALES
 
 _FORMAT = "edgeinfer-session"
@@ -195,7 +195,7 @@ class SessionFile:
             starts = [int(tensor.name.removeprefix("rows.")) for tensor in self._rows]
             for tensor, (start, stop) in zip(self._rows, itertools.pairwise([*starts, len(self.tokens)]), strict=True):
                 last = state if stop == len(self.tokens) else None
-                blob = Blob(start, stop, self._array(tensor))
+                blob = RowBlob(start, stop, self._array(tensor))
                 yield OpaqueRows(start, stop - start, [blob], self.kv, self.scales, 1, last, state_bytes)
             return
         for tensor in self._rows:

@@ -14,10 +14,10 @@ from edgeinfer.core.errors import BackendError, CapabilityError, Setting
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import (
-    Blob,
     CacheSnapshot,
     Edit,
     OpaqueRows,
+    RowBlob,
     check_length,
     check_type,
     row_range,
@@ -150,7 +150,7 @@ class LlamaCache(KVCache):
         self.check_kept()
         start, stop = row_range(start, stop, self.length)
         borders = [start, *range(start - start % self._piece + self._piece, stop, self._piece), stop]
-        blobs = [Blob(a, b, self._copy(a, b)) for a, b in itertools.pairwise(borders) if a < b]
+        blobs = [RowBlob(a, b, self._copy(a, b)) for a, b in itertools.pairwise(borders) if a < b]
         return OpaqueRows(start, stop - start, blobs, *self._kind)
 
     def _copy(self, start: int, stop: int) -> NDArray[np.uint8]:  # (bytes,)
@@ -216,7 +216,7 @@ class RecurrentCache(LlamaCache):
         self._wanted: int | None = None
         self._lowest = 0  # that the states can be cut to without a copy
         self._lost = self._cut = False
-        self._whole: Blob | None = None  # a copy of all, while parts of it are asked for
+        self._whole: RowBlob | None = None  # a copy of all, while parts of it are asked for
 
     @property
     def nbytes(self) -> int:
@@ -304,7 +304,7 @@ class RecurrentCache(LlamaCache):
             return OpaqueRows(start, stop - start, (), *self._kind, None, size)
         if self._whole is None:
             self._cut_now()
-            self._whole = Blob(0, self.length, self._context.state(TEXT))
+            self._whole = RowBlob(0, self.length, self._context.state(TEXT))
         found = next((each.blob for each in self._copies if each.position == stop), None)
         state = None if stop == self.length else found
         return OpaqueRows(start, stop - start, [self._whole], *self._kind, state, size)

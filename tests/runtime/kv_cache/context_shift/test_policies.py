@@ -68,6 +68,7 @@ class Store:
     def __init__(self, capacity: int, text: int) -> None:
         self.capacity = capacity
         self.length = 0
+        self.editable = True
         self._raw = raw_keys(text)
         self._tables = rope_tables(SPEC.rope, capacity, capacity)
         shape = (SPEC.num_layers, SPEC.num_kv_heads, 0, HEAD)
