@@ -15,7 +15,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.devices import registry
 from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, CPU_PROVIDER, Device, DeviceEntry, Traits
-from tests.alone import Alone
+from tests.alone import Alone, restore
 
 TOKENS = [0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31, 64, 8, 201, 19, 77, 310, 2, 146, 90]
 
@@ -55,7 +55,7 @@ def talk(backend: Alone[Any]) -> list[Floats]:
     snapshot = backend.cache.snapshot()
     backend.cache.clear()
     found.append(feed(backend, TOKENS[5:8]))
-    backend.cache.restore(snapshot)
+    restore(backend.cache, snapshot)
     found.append(feed(backend, TOKENS[13:14]))
     backend.cache.keep(5, [0, 1, 4])
     found.append(feed(backend, TOKENS[14:16]))
