@@ -48,7 +48,6 @@ class AStar(SearchStrategy):
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         most, first_logits = self._share(self._config.samples, room), logits.copy()
-        self._reply_rows = self._cache.length
         branches = Branches(self._feeder)
         frontier = [_Node(self._parts.reply_text(prompt))]
         for turn in range(self._config.rounds):
@@ -58,7 +57,6 @@ class AStar(SearchStrategy):
             frontier.remove(best)
             frontier += yield from self._expanded(best, prompt, first_logits, most, turn, branches)
         branches.end()
-        self._reply_rows = None
         frontier = [node for node in frontier if node.text.tokens]
         self.search.chosen = max(range(len(frontier)), key=lambda index: frontier[index].value)
         tokens = list(frontier[self.search.chosen].text.tokens)

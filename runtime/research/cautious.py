@@ -65,7 +65,6 @@ class Cautious(SearchStrategy):
             return self._accept(token, logits)
         first_logits = logits.copy()
         longest = min(room, _LONGEST, 1 + self._parts.room()[0] // count)
-        self._reply_rows = self._cache.length
         branches = Branches(self._feeder)
         trials = [_Trial(branches.begin()) for _ in range(count)]
         for stream, trial in enumerate(trials):
@@ -78,7 +77,6 @@ class Cautious(SearchStrategy):
             for (stream, trial), row in zip(live, rows, strict=True):
                 self._draw(trial, sampler.probabilities(row, trial.tokens), stream)
         branches.end()
-        self._reply_rows = None
         best = min(trials, key=lambda trial: trial.perplexity)
         self._length += len(best.tokens)
         return (yield from self._take(best.tokens, first_logits))

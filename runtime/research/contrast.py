@@ -69,7 +69,7 @@ class Contrast(SearchStrategy):
             message = f"The {bound} has no room for both prompts and their replies."
             hint = "Ask for a shorter reply, or load the model with a larger " + Setting(bound) + "."
             raise UsageError(message, hint)
-        self._reply_rows = self._prompt = self._cache.length
+        self._prompt = self._cache.length
         own = logits.copy()
         self._branches = Branches(self._feeder)
         self._pair = self._branches.begin(), self._branches.begin(apart=True)
@@ -83,7 +83,7 @@ class Contrast(SearchStrategy):
             return (yield from super().next(room, lost))
         if self._branches.room < 2:
             self._branches.end()
-            self._branches = self._pair = self._reply_rows = None
+            self._branches = self._pair = None
             # What follows rests on passes of the reply's own text.
             yield from self._feeder.chain(self._tokens[:-1], lambda index, row: None)
             return (yield from super().next(room, lost))

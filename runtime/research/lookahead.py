@@ -51,7 +51,7 @@ class Lookahead(SearchStrategy):
 
     def _follow(self, candidates: Sequence[int], ahead: int) -> Passes[list[list[float]]]:
         """Log-probabilities of the tokens that greedily follow each candidate, up to a stop token."""
-        self._reply_rows, stop_ids = self._cache.length, self._parts.stop_ids
+        stop_ids = self._parts.stop_ids
         branches, found = Branches(self._feeder), [list[float]() for _ in candidates]
         live: list[tuple[int, Branch, int]] = [
             (index, branches.begin(), token) for index, token in enumerate(candidates) if token not in stop_ids
@@ -69,7 +69,6 @@ class Lookahead(SearchStrategy):
                     longer.append((index, branch, token))
             live = longer
         branches.end()
-        self._reply_rows = None
         return found
 
 

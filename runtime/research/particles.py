@@ -70,7 +70,6 @@ class Particles(SearchStrategy):
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         count = self._config.samples
         most, first_logits = self._share(count, room), logits.copy()
-        self._reply_rows = self._cache.length
         branches = Branches(self._feeder)
         particles = [_Particle(self._parts.reply_text(prompt)) for _ in range(count)]
         for slot, particle in enumerate(particles):
@@ -88,7 +87,6 @@ class Particles(SearchStrategy):
             yield from self._feed(particles, len(prompt), branches)
             length += 1
         branches.end()
-        self._reply_rows = None
         self._weigh(particles)
         return (yield from self._take(self._chosen_of(particles, len(prompt)), first_logits))
 

@@ -86,12 +86,10 @@ class Aligned(SearchStrategy):
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         count, rounds = self._config.samples, self._config.rounds
         most, first_logits = self._share(count, room), logits.copy()
-        self._reply_rows = self._cache.length
         draws: list[_Draw] = []
         for turn in range(rounds):
             draws = yield from self._round(prompt, first_logits, most, range(turn * count, (turn + 1) * count))
             self.search.trials += count
-        self._reply_rows = None
         whole = [draw for draw in draws if not draw.stuck]
         if not whole:
             message = "The replies drawn led nowhere: what they must go on with has no probability."

@@ -56,7 +56,6 @@ class Beam(SearchStrategy):
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         options, first_logits = self._config, logits.copy()
         limit = self._share(options.beams, room)
-        self._reply_rows = self._cache.length
         branches = Branches(self._feeder)
         self._places = self._parts.sampler.places()
         none = _Beginning((), 0.0, None, None if self._places is None else self._places.start())
@@ -70,7 +69,6 @@ class Beam(SearchStrategy):
                 break
             yield from self._feed(groups, branches)
         branches.end()
-        self._reply_rows = None
         ended = [beginning for group in groups for beginning in group.ended]
         going = [beginning for group in groups for beginning in group.live]
         found = ended if ended and self._places is not None else [*ended, *going]

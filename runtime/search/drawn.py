@@ -95,7 +95,6 @@ class ParallelSamples(SearchStrategy):
 
     def leave(self) -> None:
         """Drop the rows of other replies."""
-        super().leave()
         self._branches = None
         for reply in self._replies:
             reply.branch = None
@@ -131,7 +130,6 @@ class DrawnSearch(SearchStrategy):
         # The reply's own sampler follows only the one that is chosen.
         samplers = (parts.another_sampler(prompt, index) for index in range(count))
         replies = [Drawn(sampler, parts.reply_text(prompt), limit) for sampler in samplers]
-        self._reply_rows = self._cache.length
         branches = Branches(self._feeder)
         for reply in replies:
             reply.draw(first_logits, len(prompt))
@@ -141,7 +139,6 @@ class DrawnSearch(SearchStrategy):
                 if reply.over:
                     reply.leave(branches)
         branches.end()
-        self._reply_rows = None
         self.search.texts = tuple(self._searched_text(reply.text, reply.score) for reply in replies)
         self.search.trials = count
         self.search.chosen = self._choose(replies)

@@ -88,11 +88,9 @@ class Extract(SearchStrategy):
         one = _log_sum(first_logits, None)
         started = [_Beginning(tokens, float(first_logits[tokens[0]]) - one) for tokens in texts]
         self.search.trials = len(started)
-        self._reply_rows = self._cache.length
         branches = Branches(self._feeder)
         yield from self._search(started, branches)
         branches.end()
-        self._reply_rows = None
         ranked = sorted(self._found, key=lambda span: span.score, reverse=True)[:_MOST_LISTED]
         self._tell(prompt, [(span.tokens, span.score) for span in ranked])
         return (yield from self._take(ranked[0].tokens, first_logits))

@@ -137,7 +137,6 @@ class SearchStrategy(Strategy):
         self._parts, self._config = parts, parts.config
         self.search: SearchUse = SearchUse(parts.config.search, self.lossless)
         self._feeder = Feeder(parts, self.search)
-        self._reply_rows: int | None = None  # rows of the cache that are the reply's, while others are behind them
 
     @abstractmethod
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
@@ -148,12 +147,6 @@ class SearchStrategy(Strategy):
         so that the reply goes on alone."""
         logits = yield from self._feeder.feed(self._root)
         return self._accept(self._sampler.sample(logits, self._cache.length + lost), logits)
-
-    def leave(self) -> None:
-        """Drop the rows of what was looked at."""
-        if self._reply_rows is not None:
-            self._cache.trim(min(self._reply_rows, self._cache.length))
-            self._reply_rows = None
 
     def _take(self, tokens: Sequence[int], logits: Floats) -> Passes[Sequence[int]]:  # (V,)
         """The tokens join the reply, and all but the last the cache, by passes of the reply's own text."""
