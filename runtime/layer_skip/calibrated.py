@@ -124,7 +124,6 @@ class LayerSkipDecoding(ReducedDecoding):
             self._window = min(2 * self._window, _LONGEST)
 
     def leave(self) -> None:
-        """Drop rows that the whole model did not make."""
         self._cache.trim(self._cache.length - len(self._pending))
         self._pending.clear()
         self._kept.clear()

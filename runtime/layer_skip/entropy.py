@@ -216,9 +216,6 @@ class ModelSwitchDecoding(ReducedDecoding):
         yield from ()
         self._policy.seen(entropy_bits(logits))
 
-    def leave(self) -> None:
-        """Drop nothing: the large model's rows are its own."""
-
     def finish(self) -> None:
         """Without another measure, the large model's own passes time a plain one."""
         use = self.compute

@@ -242,7 +242,6 @@ class ReducedDecoding(Strategy, ABC):
         self._limit = DivergenceLimit(given.options.quality_floor)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
-        """Make the token after a prompt that the whole model evaluated."""
         accepted = self._first(prompt, logits)
         started = time.perf_counter()
         yield from self._begin([*prompt, *accepted], logits)
@@ -257,10 +256,6 @@ class ReducedDecoding(Strategy, ABC):
         yield from self._chosen(logits)
         self._ms += (time.perf_counter() - started) * 1e3
         return accepted
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Drop rows that the whole model did not make."""
 
     @abstractmethod
     def _begin(self, text: Sequence[int], logits: Floats) -> Passes[None]:  # (V,)

@@ -103,7 +103,6 @@ class RemoteDecoding(Strategy):
         self._streaming_since, self._came = 0.0, 0
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
-        """The first tokens that the server decides after the prompt."""
         if self._reply is None:
             wanted = {**self._options, "max_tokens": room}
             self._reply, self._prompt = self._server.begin(prompt, wanted), len(prompt)

@@ -61,7 +61,6 @@ class Contrast(SearchStrategy):
         self._prompt = 0
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
-        """The token after both prompts."""
         limit = self._config.max_tokens
         wanted = len(self._lame) + (2 * (room - 1) if limit is not None else 2)
         free, bound = self._parts.room(copied=self._cache.length)

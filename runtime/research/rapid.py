@@ -67,7 +67,6 @@ class RapidDrafter(ModelDrafter):
     _seen = 0  # tokens of the text that the short one has, or was retrieved from
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Forget what was retrieved for the last reply."""
         super().begin(tokens)
         self._short = None
 

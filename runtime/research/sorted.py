@@ -49,7 +49,6 @@ class SortedDrafter(ModelDrafter):
         self.guessed = [0] * len(self._masks)
 
     def nbytes(self) -> int:
-        """Bytes that its backend allocated, and its own."""
         return super().nbytes() + sum(states.nbytes for states in self._hidden)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Passes[Floats]:

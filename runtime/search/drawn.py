@@ -72,7 +72,6 @@ class ParallelSamples(SearchStrategy):
         self._branches: Branches | None = None
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
-        """The first tokens of reply 0."""
         count, parts = self._config.samples, self._parts
         share = self._share(count, room)
         self._prompt = self._cache.length
@@ -89,12 +88,10 @@ class ParallelSamples(SearchStrategy):
         return (yield from self._give(self._branches, room))
 
     def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
-        """The next tokens of reply 0."""
         assert self._branches is not None, "first comes before"
         return (yield from self._give(self._branches, self._given + room))
 
     def leave(self) -> None:
-        """Drop the rows of other replies."""
         self._branches = None
         for reply in self._replies:
             reply.branch = None

@@ -5,7 +5,6 @@ that the next turn rests on the same bits as without."""
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Literal, cast
 
@@ -137,10 +136,6 @@ class SearchStrategy(Strategy):
         self._parts, self._config = parts, parts.config
         self.search: SearchUse = SearchUse(parts.config.search, self.lossless)
         self._feeder = Feeder(parts, self.search)
-
-    @abstractmethod
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
-        """See `Strategy`."""
 
     def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
         """The next token by plain decoding: of most searches, where the context had no room for as much of all texts,

@@ -231,7 +231,8 @@ class Drafter:
 
     def for_sequence(self, cache: KVCache) -> Drafter | None:
         """Another of its kind for one of several sequences, whose rows are in `cache` and with which it shares what
-        both learn; None if none can."""
+        both learn; None if none can. None of those with passes of their own can: next to others all would wait for each
+        guess, and for rows of so many sequences in a draft model no plan has memory."""
         return None
 
     def observe(self, round: Round) -> None:

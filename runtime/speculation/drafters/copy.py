@@ -135,7 +135,6 @@ class CopyDrafter(Drafter):
         return self._index.nbytes() + self._aligner.nbytes()
 
     def close(self) -> None:
-        """Forget the conversation."""
         self.begin(())
 
     def _at(self, position: int, path: Sequence[int]) -> int:

@@ -155,7 +155,6 @@ class LogitDrafter(Drafter):
         """After context and drafted tokens, valid until the next pass; None where the path does not fit the cache."""
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Forget the guesses of the last round."""
         self._known.clear()
 
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Passes[Sequence[Guess]]:
@@ -202,7 +201,6 @@ class LogitDrafter(Drafter):
         return self._powers.nbytes
 
     def restore(self, state: State) -> None:
-        """There is nothing to take back."""
         if state:
             raise StorageError("What was kept belongs to another drafter.", "Delete it; it is learned again.")
 

@@ -91,7 +91,6 @@ class NgramDrafter(Drafter):
         return 4 * _REMEMBERED
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Learn what is new of a prompt."""
         new = np.array(tokens, np.int32)
         shared = min(len(new), self._length)
         differing = np.flatnonzero(new[:shared] != self._text[:shared])
@@ -128,7 +127,6 @@ class NgramDrafter(Drafter):
                 self._length += 1
 
     def for_sequence(self, cache: KVCache) -> NgramDrafter:
-        """Another with the same tables, which both fill."""
         return NgramDrafter(self._vocabulary, self._bits, shared=self)
 
     def nbytes(self) -> int:
@@ -142,7 +140,6 @@ class NgramDrafter(Drafter):
         return {"tags": self._tags, "tokens": self._tokens, "counts": self._counts, "vocabulary": vocabulary}
 
     def restore(self, state: State) -> None:
-        """Take back tables; none of an empty state."""
         if not state:
             return
         vocabulary = state.get("vocabulary", np.zeros(0))
@@ -167,7 +164,6 @@ class NgramDrafter(Drafter):
             mine[:] = kept
 
     def close(self) -> None:
-        """Forget the conversation."""
         self._length, self._tail = 0, []
 
     def _alike(self, state: State, name: str) -> NDArray[Any]:

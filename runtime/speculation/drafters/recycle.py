@@ -118,7 +118,6 @@ class RecycleDrafter(Drafter):
         self._last = tokens[-1] if len(tokens) else _NONE
 
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
-        """The candidates behind the last token."""
         last = drafted[-1] if drafted else self._last
         row = _NOWHERE if last == _NONE else self._row_at[last]
         start = row * _BEST
@@ -155,7 +154,6 @@ class RecycleDrafter(Drafter):
             self._rows.best[row, : len(found)] = found
 
     def for_sequence(self, cache: KVCache) -> RecycleDrafter:
-        """Another with the same matrix, which both fill."""
         return RecycleDrafter(self._vocabulary, shared=self)
 
     def nbytes(self) -> int:
@@ -169,7 +167,6 @@ class RecycleDrafter(Drafter):
         return {"rows": tokens, "best": self._rows.best[rows], "came": self._rows.came[rows], "vocabulary": vocabulary}
 
     def restore(self, state: State) -> None:
-        """Take back rows; none of an empty state."""
         if not state:
             return
         vocabulary = state.get("vocabulary", np.zeros(0))
@@ -194,7 +191,6 @@ class RecycleDrafter(Drafter):
         return ascending and bool(np.all(inside)) and not twice.any() and bool(np.all(known[:, :-1] >= known[:, 1:]))
 
     def close(self) -> None:
-        """Forget the conversation."""
         self._last = _NONE
 
     def _move_first(self, token: int, follower: int) -> None:

@@ -44,7 +44,6 @@ class SelfDrafter(LogitDrafter):
         return output
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Forget the rows of the last round."""
         super().begin(tokens)
         self._follower.leave()
 
