@@ -28,7 +28,7 @@ from edgeinfer.core.results import LoadCosts, ModelInfo
 from edgeinfer.core.user_files import user_cache
 from edgeinfer.core.version import SAMPLING
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.wrapped import ExpertUseObserver
+from edgeinfer.runtime.backends.expert_use import ExpertUseObserver
 from edgeinfer.runtime.decoding import sequence as sequences
 from edgeinfer.runtime.decoding.scheduler import Scheduler
 from edgeinfer.runtime.decoding.sequence import Passes

@@ -23,7 +23,7 @@ from edgeinfer.core.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.hub.cache import note_use, ready
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.wrapped import experts_observer
+from edgeinfer.runtime.backends.expert_use import experts_observer
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_context_shift
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache

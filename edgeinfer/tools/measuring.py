@@ -10,7 +10,7 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.options.types import GenerationOptions
 from edgeinfer.core.results import PassWork
 from edgeinfer.model import Model
-from edgeinfer.runtime.backends.wrapped import ExpertCounts
+from edgeinfer.runtime.backends.expert_use import ExpertCounts
 from edgeinfer.runtime.layer_skip.reduced_compute import compute_method
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.tuning import measure

@@ -13,7 +13,7 @@ from edgeinfer.bundle.tokenizer_table import TABLE
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.wrapped import ExpertUseObserver
+from edgeinfer.runtime.backends.expert_use import ExpertUseObserver
 from edgeinfer.runtime.devices.providers import CPU, Device, Graphs
 from edgeinfer.runtime.devices.registry import choose_device
 from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration, ModelMemory, TokenizerMode

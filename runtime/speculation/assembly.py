@@ -10,7 +10,7 @@ from edgeinfer.core.errors import ModelError
 from edgeinfer.core.options.decoding import drafters_in
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, KVCache
-from edgeinfer.runtime.backends.wrapped import experts_observer
+from edgeinfer.runtime.backends.expert_use import experts_observer
 from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
 from edgeinfer.runtime.loading.registry import make_backend
