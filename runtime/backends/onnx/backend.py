@@ -10,20 +10,84 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.forks import OneSequenceBackend
-from edgeinfer.runtime.backends.kv_buffers import KVBuffers
-from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.backends.onnx.passes import AttentionBias, BoundPass, bind_cache
-from edgeinfer.runtime.devices.arrays import device_zeros
+from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows
+from edgeinfer.runtime.backends.onnx.graph_backend import BoundPass, GraphBackend
+from edgeinfer.runtime.backends.onnx.session import Binding
+from edgeinfer.runtime.devices.arrays import DeviceArray, device_zeros
 from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.weights.layouts import Progress
+
+# Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
+_HIDDEN = np.float32(-1e9)
+
+
+def _copy_padding(bias: Floats, real: int) -> None:  # (S, T)
+    """Lets each row of padding see itself in place of the last real row, and else what that sees. So it is that row
+    again, up to rounding, and its experts are the same: any others would have to be fetched for nothing."""
+    size, total = bias.shape
+    start = total - size
+    bias[real:] = bias[real - 1]
+    bias[real:, start + real - 1 :] = _HIDDEN
+    padding = np.arange(real, size)
+    bias[padding, start + padding] = 0
+
+
+class AttentionBias:
+    """The attention bias, bound to every pass, as its shape changes with each; with `copies_padding` rows of padding
+    are the last real row again, so that they choose its experts."""
+
+    def __init__(self, window: int, copies_padding: bool) -> None:
+        self._window = window
+        self._copies_padding = copies_padding
+        self._zeros = np.zeros(0, np.float32)
+
+    def bind(self, step: BoundPass, room: int, tree: Ints | None, real: int, total: int) -> None:
+        """Binds the bias of a pass of `real` rows and padding, with `total` rows in the cache after it, which has
+        `room`."""
+        size = len(step.positions)
+        plain = tree is None and not (self._copies_padding and size > real)
+        bias = self._no_bias(size, total, room) if plain else self._hiding(size, total, real, tree)
+        step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
+        if self._window:
+            windowed = self._hiding(size, total, real, tree, self._window)
+            step.binding.bind_ortvalue_input(graph.WINDOW_BIAS, ort.OrtValue.ortvalue_from_numpy(windowed))
+
+    def _hiding(self, size: int, total: int, real: int, tree: Ints | None, window: int = 0) -> Floats:  # (1, 1, S, T)
+        """Hides from each row the slots it does not see."""
+        bias, start = np.zeros((1, 1, size, total), np.float32), total - size
+        seen = visible_rows(start, real, tree, window)
+        bias[0, 0, :real, : start + real][~seen] = _HIDDEN
+        if self._copies_padding and size > real:
+            _copy_padding(bias[0, 0], real)
+        return bias
+
+    def _no_bias(self, size: int, total: int, room: int) -> Floats:  # (1, 1, S, T)
+        if self._zeros.size < size * total:
+            # Never written, so the zero pages of this buffer take no memory.
+            self._zeros = np.zeros(size * room, np.float32)
+        return self._zeros[: size * total].reshape(1, 1, size, total)
+
+
+def bind_cache(binding: Binding, cache: KVBuffers) -> None:
+    for layer, arrays in enumerate(zip(cache.keys, cache.values, strict=True)):
+        names = zip(graph.past_names(layer), graph.present_names(layer), arrays, strict=True)
+        for past, present, array in names:
+            if isinstance(array, DeviceArray):  # a device may not write to the cache that it reads
+                before, after = array.value, array.written
+            else:
+                before = after = ort.OrtValue.ortvalue_from_numpy(array)
+            binding.bind_ortvalue_input(past, before)
+            binding.bind_ortvalue_output(present, after)
 
 
 class OnnxBackend(OneSequenceBackend, GraphBackend):

@@ -4,6 +4,7 @@ those of each backend."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -13,16 +14,17 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import NATIVE, Layout
-from edgeinfer.bundle.parts import with_sources
+from edgeinfer.bundle.parts import MoESpec, with_sources
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.core.errors import BundleError
+from edgeinfer.core.errors import BackendError, BundleError
 from edgeinfer.nn.arithmetic import query_factors, rope_tables, rotation_border
-from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, Pass, PassResult
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters, adapted_graph
-from edgeinfer.runtime.backends.onnx.passes import BoundPass, Buffers, ExpertInputs
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession, capabilities_on
 from edgeinfer.runtime.devices.arrays import device_value
 from edgeinfer.runtime.devices.providers import CPU, Device
@@ -33,6 +35,94 @@ from edgeinfer.runtime.weights.weight_pages import LookedUp, WeightPages
 
 # Shapes of passes whose bindings are kept; a binding is a few kilobytes.
 _MOST_PASSES = 64
+
+
+class Buffers:
+    """Memory for inputs and outputs of passes of up to `size` tokens and `rows` logit rows, shared by all shapes.
+    `top_k` and `tapped`, the width of what is read of the target, are 0 in models without."""
+
+    def __init__(self, geometry: Geometry, size: int, rows: int, top_k: int, tapped: int = 0, logits: int = 0) -> None:
+        self.size, self.rows, self.layers = size, rows, geometry.num_layers
+        self.tokens = np.zeros((1, size), np.int64)
+        self.positions = np.zeros((1, size), np.int64)
+        self.logit_rows = np.zeros(rows, np.int64)
+        self.hidden_in = np.zeros((1, size, geometry.hidden_size), np.float32)
+        self.hidden_out = np.zeros((1, size, geometry.hidden_size), np.float32)
+        self.logits = np.zeros((rows, logits or geometry.vocab_size), np.float32)
+        self.tapped = np.zeros((1, size, tapped), np.float32)
+        self.experts = np.zeros(geometry.num_layers * size * top_k, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
+
+
+class BoundPass:
+    """Views into the shared buffers for passes of one shape, and their binding."""
+
+    binding: Binding
+    bound: object = None  # whose rows attention reads: what is bound to lives as long as this is kept
+
+    def __init__(self, buffers: Buffers, size: int, rows: int, resumes: bool, experts: int, block: int = 0) -> None:
+        self._tokens = buffers.tokens[:, :size]
+        self.positions = buffers.positions[0, :size]
+        self._positions = buffers.positions[:, :size]
+        self._rows = buffers.logit_rows[:rows]
+        self._hidden = buffers.hidden_in[:, : size if resumes else 1]
+        self.logits = buffers.logits[:rows]  # (R, V)
+        self.tapped = buffers.tapped[:, : size - block]  # (1, S - block, W)
+        self.hidden_out = buffers.hidden_out[:, :size]  # (1, S, D)
+        chosen = (buffers.layers, size, experts)
+        self.experts = buffers.experts[: math.prod(chosen)].reshape(chosen) if experts else None  # (L, S, k)
+        self.inputs: dict[str, NDArray[Any]] = {
+            graph.INPUT_IDS: self._tokens,
+            graph.POSITION_IDS: self._positions,
+            graph.LOGIT_ROWS: self._rows,
+            graph.HIDDEN_IN: self._hidden,
+            graph.USE_HIDDEN: np.array([resumes]),
+        }
+
+    def fill(self, tokens: Ints, positions: Ints, rows: Ints, hidden: Floats | None, *, apart: bool) -> None:
+        """Writes the inputs of the next pass; padding repeats the last token, at the positions that follow if `apart`,
+        else at its own."""
+        size = len(tokens)
+        self._tokens[0, :size] = tokens
+        self._positions[0, :size] = positions
+        self._rows[: len(rows)] = rows
+        self._rows[len(rows) :] = 0
+        for extra in range(self._tokens.shape[1] - size):
+            self._tokens[0, size + extra] = tokens[-1]
+            self._positions[0, size + extra] = positions[-1] + (1 + extra if apart else 0)
+        if hidden is not None:
+            self._hidden[0, :size] = hidden
+            self._hidden[0, size:] = hidden[-1]
+
+    def fill_tapped(self, tapped: Floats) -> None:  # (S, W)
+        """Writes what a draft module reads of its target's rows; padding repeats the last."""
+        self.tapped[0, : len(tapped)] = tapped
+        self.tapped[0, len(tapped) :] = tapped[-1]
+
+
+class ExpertInputs:
+    """Arrays that stay where they are, so that they are bound once; a pass that chooses nothing writes one number."""
+
+    def __init__(self, moe: MoESpec, layers: int) -> None:
+        self.top_k = moe.top_k  # experts of a token in the whole model
+        self.count = np.full(1, moe.top_k, np.int64)  # experts for each token. (1,)
+        self.bias = np.zeros((layers, moe.experts), np.float32)  # added to the routers' scores before choosing. (L, E)
+        self._biased = False
+
+    def choose(self, choice: ExpertChoice | None) -> None:
+        """Sets what the next pass may use; None is the whole model."""
+        bias = None if choice is None else choice.bias
+        if bias is not None and bias.shape != self.bias.shape:
+            raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {self.bias.shape}.")
+        self.count[0] = self.top_k if choice is None else choice.count
+        if bias is not None:
+            self.bias[...] = bias
+        elif self._biased:
+            self.bias[...] = 0
+        self._biased = bias is not None
 
 
 class GraphBackend(Backend):

@@ -25,11 +25,10 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.core.errors import BackendError
 from edgeinfer.nn.key_centres import key_centres
-from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult, check_pass, runs_apart
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters
-from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
-from edgeinfer.runtime.backends.onnx.passes import BoundPass, Buffers, Path, PathTables, paths_of, repeated
+from edgeinfer.runtime.backends.onnx.graph_backend import BoundPass, Buffers, GraphBackend, bind_input
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.paging.layout import SPARE_ROWS, PageLayout, pages_of
 from edgeinfer.runtime.paging.pool import PagePool
@@ -44,6 +43,75 @@ _FURTHER_PAGES = 64
 
 _NO_ADAPTER = -1
 _MOST_SEQUENCES = 1 << 16  # pages end sooner
+
+
+# Columns of the number of first slots, and of a row's own where it names that.
+_PREFIX, _OWN = 1, 2
+_NAMES_ITS_SLOT = -1
+
+# Slots of a row: how many of the first, and the further ones.
+Path = tuple[int, Sequence[int]]
+
+
+class PathTables:
+    """Memory for the paths of passes of up to `size` rows, which paged attention reads. A path is the first slots of
+    its sequence and then some further ones, the last of all the row's own (edgeinfer.bundle.graph)."""
+
+    def __init__(self, size: int, capacity: int, slots: int = 1) -> None:
+        # For each row its sequence, the number of first slots it sees, where its further slots begin in `slots`, and
+        # their number. (S, 4).
+        self.rows: NDArray[np.int32] = np.zeros((size, 4), np.int32)
+        self.slots: NDArray[np.int32] = np.zeros(slots, np.int32)  # further slots. (X,)
+        self._counting: NDArray[np.int32] = np.arange(capacity + 1, dtype=np.int32)
+        self._plain = True  # nothing but the second column is in use
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.slots.nbytes + self._counting.nbytes
+
+    def tell_chain(self, start: int, size: int) -> None:
+        """Set the paths of rows that follow `start` ones of the first sequence, each seeing all before it."""
+        if not self._plain:
+            self.rows[:] = 0
+            self._plain = True
+        self.rows[:size, _PREFIX] = self._counting[start + 1 : start + 1 + size]
+
+    def tell_block(self, start: int, size: int, block: int) -> None:
+        """Set the paths of rows that follow `start` ones of the first sequence: the last see all, the others nothing. A
+        row sees something, be it the first slot. Who reads keys and values alone does not mind."""
+        rows = self.rows[:size]
+        rows[:] = 0, 1, 0, _NAMES_ITS_SLOT
+        rows[:, _OWN] = self._counting[start : start + size]
+        rows[size - block :, _PREFIX] = start + size
+        self._plain = False
+
+    def tell(self, sequences: Sequence[Sequence[Path]]) -> None:
+        """Set the paths of the rows of each sequence, for whose further slots there must be room."""
+        row = first = 0
+        for sequence, paths in enumerate(sequences):
+            for prefix, further in paths:
+                self.rows[row] = sequence, prefix, first, len(further)
+                self.slots[first : first + len(further)] = further
+                first += len(further)
+                row += 1
+        self._plain = False
+
+
+def paths_of(start: int, size: int, tree: Ints | None) -> list[Path]:
+    """The paths of `size` rows behind `start` ones: of a chain, where there is no tree."""
+    if tree is None:
+        return [(start + row + 1, ()) for row in range(size)]
+    paths: list[Path] = []
+    for slot, parent in enumerate(tree.tolist(), start):
+        prefix, further = paths[parent] if parent >= 0 else (start, ())
+        paths.append((slot + 1, ()) if prefix == slot else (prefix, (*further, slot)))
+    return paths
+
+
+def repeated(path: Path, slot: int) -> Path:
+    """The path of a row that is another one again, in a slot behind all others."""
+    prefix, further = path
+    return (prefix, (*further[:-1], slot)) if further else (prefix - 1, (slot,))
 
 
 class PagedBackend(GraphBackend):
