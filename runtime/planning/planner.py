@@ -17,7 +17,6 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options import format_size
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.planning.candidates import configurations, weights_ways
-from edgeinfer.runtime.planning.economics import Prospect, prospects_by
 from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, RESERVE_BYTES, MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import Configuration, PlanInput
@@ -32,7 +31,7 @@ from edgeinfer.runtime.planning.speed_model import (
     guessed_passes,
     guessed_token_ms,
 )
-from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.costs import PassCosts, Prospect, prospects_by
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TunedDrafting, drafter_records
 from edgeinfer.runtime.profile.kept import with_measured_policy

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from edgeinfer.bundle.geometry import FLOAT32, Geometry
 from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.planning.economics import Prospect, asking_ms, asking_pays, decoding_rate
 from edgeinfer.runtime.planning.plan_input import Configuration
-from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.costs import PassCosts, Prospect, asking_ms, asking_pays, decoding_rate
 from edgeinfer.runtime.weights.experts import ExpertBytes
 from edgeinfer.runtime.weights.streaming import Run, dropped_windows, window_bytes
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError
 from edgeinfer.runtime.decoding.sequence import Passes
-from edgeinfer.runtime.planning.economics import CHEAP, look_ahead
+from edgeinfer.runtime.profile.costs import CHEAP, look_ahead
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round, guessed
 
 # A prior counts as this many observations: few enough that twenty rounds outweigh it, enough that two do not.

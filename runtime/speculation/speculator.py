@@ -17,7 +17,7 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.results import SpeculationUse
 from edgeinfer.runtime.decoding import sequence as decoding
 from edgeinfer.runtime.decoding.sequence import Strategy
-from edgeinfer.runtime.planning.economics import asking_pays
+from edgeinfer.runtime.profile.costs import asking_pays
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TUNED_DRAFTING, DraftHistory, TunedDrafting
 from edgeinfer.runtime.sampling.sampler import Sampler

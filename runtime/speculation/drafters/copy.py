@@ -9,7 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from edgeinfer.runtime.backends.contract import KVCache
-from edgeinfer.runtime.planning.economics import Prior
+from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
 from edgeinfer.runtime.speculation.drafters.text_index import NONE, Aligner, Cursor, Evidence, SuffixIndex

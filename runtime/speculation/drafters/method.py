@@ -13,8 +13,8 @@ from edgeinfer.core.methods import DeclaredMethod, find_method, product_methods
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, KVCache
-from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 

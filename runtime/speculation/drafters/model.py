@@ -11,8 +11,8 @@ from edgeinfer.core.errors import ModelError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
 from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
-from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower, LogitDrafter

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.errors import StorageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import KVCache
-from edgeinfer.runtime.planning.economics import Prior
+from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
