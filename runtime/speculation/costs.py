@@ -118,41 +118,39 @@ def measure_guesses(drafter: Drafter, context: DraftContext, budget_s: float = 0
     """Milliseconds of one guess: the median over chains of guesses after different first tokens; or of a round's first
     one, of drafters that guess `at_once`. The first chain is not counted: it evaluates the context. If the drafter
     works on the target's cache, its rows are left there."""
-    deadline = time.perf_counter() + budget_s
+    deadline, each = time.perf_counter() + budget_s, list[float]()
     # Different tokens, so that no chain finds what the one before it left in a cache.
     starts = list(dict.fromkeys(reversed(context.tokens)))
-    _chain_ms(drafter, context, [starts[0]])
-    each: list[float] = []
-    while not each or (len(each) < _CHAINS and time.perf_counter() < deadline):
-        number = len(each) + 1
-        start = starts[number % len(starts)]
-        each.append(_chain_ms(drafter, context, [start] * (1 + number // len(starts))))
-    return median(each)
+    while len(each) < 2 or (len(each) <= _CHAINS and time.perf_counter() < deadline):
+        path, given = [starts[len(each) % len(starts)]] * (1 + len(each) // len(starts)), 0
+        drafter.repeat()
+        started = time.perf_counter()
+        while given < _CHAIN and (guesses := run_alone(guessed(drafter, context, path, 1))):
+            given += 1
+            path.append(guesses[0].token)
+        # Where heads come to an end, having none to give costs nothing and would make the others look cheaper.
+        each.append((time.perf_counter() - started) * 1e3 / (1 if drafter.at_once else max(1, given)))
+    return median(each[1:])
 
 
-def measure_reading(drafter: Drafter, context: DraftContext) -> tuple[int, float]:
-    """Tokens that a drafter has to read before its first guess here, and milliseconds of that guess with them."""
-    unread, started = drafter.unread(context), time.perf_counter()
-    run_alone(guessed(drafter, context, (), 1))
-    return unread, (time.perf_counter() - started) * 1e3
-
-
-def _chain_ms(drafter: Drafter, context: DraftContext, drafted: Sequence[int]) -> float:
-    """Milliseconds per guess of a chain that goes on after these tokens; a drafter with none to give ends it."""
-    path, given = list(drafted), 0
-    drafter.repeat()
-    started = time.perf_counter()
-    while given < _CHAIN and (guesses := run_alone(guessed(drafter, context, path, 1))):
-        given += 1
-        path.append(guesses[0].token)
-    # Where heads come to an end, having none to give costs nothing and would make the others look cheaper.
-    return (time.perf_counter() - started) * 1e3 / (1 if drafter.at_once else max(1, given))
+def measure_reading(
+    drafter: Drafter, shown: Callable[[int], DraftContext], lengths: tuple[int, int]
+) -> tuple[int, float]:
+    """Tokens that a drafter reads before its first guess of a text when it was shown a shorter one before, and the
+    milliseconds of that guess with them. The less of two times, as one busy moment must not decide: a drafter
+    that seems slow at reading is not asked to read, and then nothing corrects it."""
+    unread, least = 0, math.inf
+    for length in lengths * 2:  # reading the shorter one brings what reads into memory
+        context = shown(length)
+        unread, started = drafter.unread(context), time.perf_counter()
+        run_alone(guessed(drafter, context, (), 1))
+        if length == lengths[1]:
+            least = min(least, (time.perf_counter() - started) * 1e3)
+    return unread, least
 
 
 _log = logging.getLogger("edgeinfer")
 
-# Plain steps timed next to passes.
-_PLAIN = 3
 # Tokens of the made-up conversation behind which guesses are timed.
 _FILLER = 48
 # What a round in which drafters are asked takes more than a plain step besides pass and guesses, until it is known.
@@ -167,9 +165,6 @@ _ENOUGH = 5
 _SHARED = 512
 # Passes of one size in a session after which its cost is no longer a matter of the moment it was measured in.
 _CONFIRMED = 3
-# Times that a text is read to find out what reading costs, and seconds after which none but the second is started.
-_READINGS = 4
-_READING_S = 0.03
 # What a guess was believed to cost counts as so many rounds, and what reading was as so many texts.
 _BELIEVED = 2.0
 _EXACT = "exact"
@@ -275,12 +270,12 @@ class DeviceCosts:
             kept_check = dataclasses.asdict(self.exact)
             self._profile.save_arrays(_EXACT, {name: np.array([value]) for name, value in kept_check.items()})
         if self._passes is None:
-            self.plain_ms = self._plain_steps()
             can = self._backend.capabilities
             padded = self.exact is not None and self.exact.bit_identical and not can.paged
             # ONNX Runtime's attention wants two rows to be exact, its MatMulNBits an even number.
             step = max(2, can.row_multiple) if padded else 1
             self._passes = measure_passes(self._backend, self._cache, step=step, most=self._most)
+            self.plain_ms = [self._passes.ms(1)]
             # Nothing of it is needed again, and a small model in a small budget may never make so large a pass.
             self._cache.clear()
             self._save()
@@ -367,21 +362,6 @@ class DeviceCosts:
         # Where passes are this slow, time ended the measurement and would do so again.
         return passes.largest >= wanted or passes.ms(passes.largest) > _SLOW_MS
 
-    def _plain_steps(self) -> list[float]:
-        """Milliseconds of a few passes over one token, behind whatever the cache holds."""
-        backend, cache, start, times = self._backend, self._cache, self._cache.length, []
-        if start == cache.capacity:
-            return []
-        place, row = np.array([start]), np.zeros(1, np.int64)
-        cache.mark()
-        for skip in range(1 + _PLAIN):  # the first reads the weights' pages in
-            token = filler_tokens(backend, 1, skip)
-            started = time.perf_counter()
-            backend.forward([(cache, Pass(token, place, row))])
-            times.append((time.perf_counter() - started) * 1e3)
-            cache.trim(start)
-        return times[1:]
-
     def _measure(self, drafter: Drafter) -> None:
         """Times guesses behind a conversation that repeats itself, so that tables have something to say, and before
         them the reading of its second half."""
@@ -391,31 +371,19 @@ class DeviceCosts:
         tokens = (filler * (2 + (base + 1) // len(filler)))[:size]
         if drafter.follows_passes:
             tokens = tokens[: cache.capacity]
+
+        def shown(length: int) -> DraftContext:
+            cache.trim(base)
+            return self._shown_text(drafter, tokens[:length])
+
         try:
-            unread, ms = self._measure_reading(drafter, tokens)
-            context = self._shown_text(drafter, tokens)
-            self._guess_ms[drafter.name] = guess_ms = measure_guesses(drafter, context)
+            unread, ms = measure_reading(drafter, shown, ((base + 1 + len(tokens)) // 2, len(tokens)))
+            self._guess_ms[drafter.name] = guess_ms = measure_guesses(drafter, shown(len(tokens)))
         finally:
             cache.trim(base)
             cache.hold(None)
         if unread:
             self._read_ms[drafter.name] = max(0.0, ms - guess_ms) / unread
-
-    def _measure_reading(self, drafter: Drafter, tokens: list[int]) -> tuple[int, float]:
-        """Tokens of the second half and milliseconds of a guess that reads them: the least of a few times. One busy
-        moment must not decide: a drafter that seems slow at reading is not asked to read, and then nothing corrects it.
-        Reading the first half, which is no measure, brings what reads into memory."""
-        base = self._cache.length
-        middle = (base + 1 + len(tokens)) // 2
-        deadline, least = time.perf_counter() + _READING_S, math.inf
-        for turn in range(_READINGS):
-            self._cache.trim(base)
-            measure_reading(drafter, self._shown_text(drafter, tokens[:middle]))
-            unread, ms = measure_reading(drafter, self._shown_text(drafter, tokens))
-            least = min(least, ms)
-            if not unread or (turn and time.perf_counter() > deadline):
-                break
-        return unread, least
 
     def _shown_text(self, drafter: Drafter, tokens: list[int]) -> DraftContext:
         """A drafter knows a text afterwards, and has seen passes of the target over it if it follows those."""

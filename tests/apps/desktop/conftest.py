@@ -22,7 +22,7 @@ def known_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_costs, "measure_passes", measured)
         patch.setattr(device_costs, "measure_guesses", lambda drafter, context: 0.1)
-        patch.setattr(device_costs, "measure_reading", lambda drafter, context: (0, 0.0))
+        patch.setattr(device_costs, "measure_reading", lambda *_: (0, 0.0))
         patch.setattr(DeviceProfile, "save_costs", lambda profile, costs: None)
         # Not where other tests would find them.
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "desktop"))
