@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from edgeinfer.core.results import SpeculationUse
-from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Pass
 from edgeinfer.runtime.decoding import sequence as decoding
 from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
@@ -21,6 +21,7 @@ from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.costs import RoundTimings
 from edgeinfer.runtime.speculation.drafters.contract import (
+    Deciding,
     Draft,
     DraftContext,
     Drafter,
@@ -30,7 +31,6 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     Verdict,
     main_branch_first,
 )
-from edgeinfer.runtime.speculation.evaluated import Evaluated, LogitRows, decided
 from edgeinfer.runtime.speculation.selfcheck import near_edge
 from edgeinfer.runtime.speculation.verification.rule import VerificationRule
 
@@ -40,22 +40,75 @@ _BANNED = 40.0
 _UNASKED = 64
 
 
+class LogitRows:
+    """What a pass over root and draft gave: the logits after its rows, by number, of which `rows` are the first (R, V).
+    Where those are not all, as a row is as large as the vocabulary and what lies behind the first guess that is refused
+    is never read, others are brought in their place by `head`, from the states of all rows (S, D)."""
+
+    def __init__(
+        self,
+        rows: Floats,
+        hidden: Floats | None = None,
+        head: Callable[[Floats], Floats] | None = None,
+        leaving: Callable[[int, Floats], None] | None = None,
+        *,
+        started: int = 0,
+        resumed: bool = False,
+    ) -> None:
+        # Rows in memory, a view until the next pass; the number of the first of them; milliseconds that the head took.
+        self.rows, self.first, self.head_ms = rows, 0, 0.0
+        self._left = 0 if hidden is None or head is None else len(hidden) - len(rows)  # rows that were never computed
+        self.hidden, self._head, self._leaving = hidden, head, leaving
+        # When the pass began, in nanoseconds; whether it went on where drafting had left the target.
+        self.started, self.resumed = started, resumed
+
+    def has(self, row: int) -> bool:
+        """Whether a row is in memory."""
+        return 0 <= row - self.first < len(self.rows)
+
+    def row(self, row: int) -> Floats:  # (V,)
+        """The logits after a row that is in memory."""
+        found: Floats = self.rows[row - self.first]
+        return found
+
+    @property
+    def complete(self) -> bool:
+        """Whether as many rows were computed as there are, so that the pass took what one of its size takes."""
+        return self._left <= 0
+
+    def bring(self, row: int) -> None:
+        """Run the head for a row and those behind it, which overwrites the rows in memory."""
+        assert self._head is not None and self.hidden is not None, "all rows of other passes are in memory"
+        if self._leaving is not None:
+            for place, logits in enumerate(self.rows, self.first):
+                self._leaving(place, logits)
+        started = time.perf_counter_ns()
+        self.rows, self.first = self._head(self.hidden[row : row + HEAD_ROWS]), row
+        self.head_ms += (time.perf_counter_ns() - started) / 1e6
+        self._left -= len(self.rows)
+
+
+def decided(deciding: Deciding, logits: LogitRows) -> Verdict:
+    """What a rule decides, with the rows that it asks for brought one after the other."""
+    try:
+        while True:
+            row = next(deciding) + 1
+            if not logits.has(row):
+                logits.bring(row)
+    except StopIteration as done:
+        verdict: Verdict = done.value
+        return verdict
+
+
 class RoundView:
     """A `TargetView` of one pass: the sampler's choices after each node, whose path it knows.
 
     Args:
-        logits: after the root and after each node of the draft, by row. (S, V)
-        hidden: states of the same rows after the last layer; None where the backend gives none. (S, D)
+        logits: after the root and after each node of the draft, by row.
     """
 
-    def __init__(
-        self, sampler: Sampler, draft: Draft, logits: LogitRows, position: int, hidden: Floats | None = None
-    ) -> None:
-        self._sampler = sampler
-        self._draft = draft
-        self._logits = logits
-        self._position = position
-        self._hidden = hidden
+    def __init__(self, sampler: Sampler, draft: Draft, logits: LogitRows, position: int) -> None:
+        self._sampler, self._draft, self._logits, self._position = sampler, draft, logits, position
         self._chain = draft.is_chain
 
     def token(self, node: int) -> int:
@@ -70,8 +123,8 @@ class RoundView:
 
     def state(self, node: int) -> Floats:  # (D,)
         """The target's state in the row of a node."""
-        assert self._hidden is not None, "rules that read states require a backend that gives them"
-        state: Floats = self._hidden[node + 1]
+        assert self._logits.hidden is not None, "rules that read states require a backend that gives them"
+        state: Floats = self._logits.hidden[node + 1]
         return state
 
     def may_follow(self, node: int) -> bool:
@@ -200,29 +253,28 @@ class SpeculativeDecoding(Strategy):
         # Verify: one pass of the target gives the logits after the root and after every token of the draft. The rule
         # accepts a path of the draft while it agrees with them, and takes one further token from the last of them.
         # Of a pass that other texts share, it has as much of the draft as is worth most there.
-        passed = yield from self._evaluate(draft, base)
+        fed, passed = yield from self._evaluate(draft, base)
         verified = time.perf_counter_ns()
-        draft = draft.first(len(passed.fed) - 1)
-        target = RoundView(self._sampler, draft, passed.logits, len(self._context.tokens), passed.hidden)
-        verdict = decided(self._verification.verify(draft, target), passed.logits)
+        chain, draft = draft.is_chain, draft.first(len(fed) - 1)
+        target = RoundView(self._sampler, draft, passed, len(self._context.tokens))
+        verdict = decided(self._verification.verify(draft, target), passed)
 
         # The cache keeps the rows of the root and of the accepted path.
         rows = [0, *(node + 1 for node in verdict.accepted)]
-        if passed.chain:
+        if chain:
             self._cache.trim(base + len(rows))
         else:
             self._cache.keep(base, rows)
-        verdict, logits = yield from self._recheck(verdict, target, passed, base)
+        verdict, logits = yield from self._recheck(verdict, target, fed, passed, base)
 
         # Commit: accepted tokens and the verdict's join the reply, and everything that learns sees them.
         accepted = tuple(draft.guesses[node].token for node in verdict.accepted)
         committed = (*accepted, verdict.token)
         logprobs = self._logprobs(rows, committed, logits)  # may fail, so it comes before the first is accepted
-        # Where a recheck ran another pass, it has overwritten the states that the output shows.
-        hidden = passed.hidden if logits is passed.logits else None
         branches = self._controller.width > 1
+        # Where a recheck ran another pass, `logits` have no states any more.
         round = Round(
-            draft, verdict, committed, passed.fed, logits.rows, hidden, branches=branches, first_row=logits.first
+            draft, verdict, committed, fed, logits.rows, logits.hidden, branches=branches, first_row=logits.first
         )
         for token, entry in zip(committed, logprobs, strict=True):
             self._sampler.accept_with(token, entry)
@@ -253,7 +305,7 @@ class SpeculativeDecoding(Strategy):
             if parent + 1 == row:
                 self._drafted_logprobs[row, guess.token] = self._sampler.logprobs_of(guess.token, logits)
 
-    def _evaluate(self, draft: Draft, base: int) -> Passes[Evaluated]:
+    def _evaluate(self, draft: Draft, base: int) -> Passes[tuple[Ints, LogitRows]]:
         """Run the target's pass over the root and a draft, whole or resumed from drafting."""
         self._drafted_logprobs.clear()
         fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
@@ -273,15 +325,14 @@ class SpeculativeDecoding(Strategy):
             parents = np.array([-1, *(parent + 1 for parent in draft.parents)])
             batch = Pass(fed, depths + base, wanted, tree=parents, gains=gains)
         (output,) = yield Evaluate(self._backend, ((self._cache, batch),))
-        hidden, chain = output.hidden, batch.tree is None
+        hidden, how = output.hidden, {"started": started, "resumed": resumption is not None}
         if head is None:
             size = len(output.logits)  # of a pass that others share it has as much of the draft as pays there
-            return Evaluated(fed[:size], LogitRows(output.logits), hidden, started, resumption is not None, chain)
+            return fed[:size], LogitRows(output.logits, hidden, **how)
         assert hidden is not None, "its head reads the states"
         hidden = hidden.copy()  # the head's passes overwrite them
         leaving = partial(self._note, draft) if self._sampler.records_logprobs else None
-        logits = LogitRows(output.logits, hidden, head, leaving)
-        return Evaluated(fed, logits, hidden, started, resumption is not None, chain)
+        return fed, LogitRows(output.logits, hidden, head, leaving, **how)
 
     def _resume(self, draft: Draft, base: int) -> Passes[Resumption | None]:
         """What drafting computed of a chain's pass, if anything; the cache ends at the root's place afterwards."""
@@ -294,24 +345,24 @@ class SpeculativeDecoding(Strategy):
         return resumption
 
     def _recheck(
-        self, verdict: Verdict, target: RoundView, passed: Evaluated, base: int
+        self, verdict: Verdict, target: RoundView, fed: Ints, passed: LogitRows, base: int
     ) -> Passes[tuple[Verdict, LogitRows]]:
         """Repeats the first choice that rounding may have decided, by the pass over the root alone that plain decoding
         would run; returns the verdict, and the logits with what that gave, copied before the pass overwrites them."""
-        if not self._noise or len(passed.fed) == 1:
-            return verdict, passed.logits
+        if not self._noise or len(fed) == 1:
+            return verdict, passed
         for place, node in enumerate((-1, *verdict.accepted)):
             if not target.near_tie(node, self._noise):
                 continue
-            logits = passed.logits.rows.copy()
+            logits = passed.rows.copy()
             self._cache.trim(base + place)
-            batch = Pass(passed.fed[node + 1 : node + 2], np.array([base + place]), np.zeros(1, np.int64))
+            batch = Pass(fed[node + 1 : node + 2], np.array([base + place]), np.zeros(1, np.int64))
             (output,) = yield Evaluate(self._backend, ((self._cache, batch),))
             logits[node + 1] = output.logits[0]
             token = self._sampler.sample(logits[node + 1], target.position(node), target.path(node))
             self.speculation.rechecked += 1
             return Verdict(verdict.accepted[:place], token, False), LogitRows(logits)
-        return verdict, passed.logits
+        return verdict, passed
 
     def _catch_up(self) -> None:
         """Tell drafters of the plain steps since the last round."""
@@ -345,10 +396,10 @@ class SpeculativeDecoding(Strategy):
             self._other_ns = 0
             self._unobserved += steps
 
-    def _count_round(self, round: Round, passed: Evaluated, times: tuple[int, int, int]) -> None:
+    def _count_round(self, round: Round, passed: LogitRows, times: tuple[int, int, int]) -> None:
         (started, drafted, verified), ended = times, time.perf_counter_ns()
-        draft, verdict, rows = round.draft, round.verdict, len(passed.fed)
-        head_ms = passed.logits.head_ms  # is time of the pass, which would have had all rows at once
+        draft, verdict, rows = round.draft, round.verdict, len(round.fed)
+        head_ms = passed.head_ms  # is time of the pass, which would have had all rows at once
         pass_ms, other_ms = (verified - drafted) / 1e6 + head_ms, (ended - verified) / 1e6 - head_ms
         draft_ms, use, timings = (drafted - started) / 1e6, self.speculation, self.timings
         use.add_round(draft.sources, verdict.accepted, bonus=verdict.bonus)
@@ -360,7 +411,7 @@ class SpeculativeDecoding(Strategy):
         timings.asking.append((asking_ms, len(round.committed)))
         timings.add_guesses(self._controller.timed_guesses, self._controller.timed_reading)
         # One whose last rows of logits were not needed would make passes of all sizes look cheaper than they are.
-        if not passed.resumed and passed.logits.complete:
+        if not passed.resumed and passed.complete:
             timings.passes.append((rows, (verified - passed.started) / 1e6 + head_ms))
         if rows == 1:
             self._on_plain_ms((ended - passed.started) / 1e6)

@@ -18,10 +18,9 @@ from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.decoding import RoundView
+from edgeinfer.runtime.speculation.decoding import LogitRows, RoundView, decided
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
-from edgeinfer.runtime.speculation.evaluated import LogitRows, decided
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from edgeinfer.runtime.tuning.measure import token_logits
 from tests.alone import Alone

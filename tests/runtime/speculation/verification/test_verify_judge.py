@@ -10,9 +10,8 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.research.judge import TokenJudge
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.decoding import RoundView
+from edgeinfer.runtime.speculation.decoding import LogitRows, RoundView
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, Verdict
-from edgeinfer.runtime.speculation.evaluated import LogitRows
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from tests.runtime.speculation.verification.enumeration import make_draft, settle
 
@@ -85,7 +84,7 @@ def test_it_reads_the_row_of_the_token_and_no_banned_one_stays() -> None:
 
     def verdict(config: GenerationConfig) -> Verdict:
         sampler = Sampler(LogitsProcessor(config, 8, 0), [0])
-        return settle(judge.verify(draft, RoundView(sampler, draft, LogitRows(logits), 1, states)))
+        return settle(judge.verify(draft, RoundView(sampler, draft, LogitRows(logits, states), 1)))
 
     assert verdict(GenerationConfig()) == Verdict((0,), 2, bonus=False)
     assert verdict(GenerationConfig(logit_bias={3: -100.0})) == Verdict((), 1, bonus=False)

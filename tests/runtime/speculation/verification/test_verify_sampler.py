@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.decoding import RoundView
+from edgeinfer.runtime.speculation.decoding import LogitRows, RoundView
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
-from edgeinfer.runtime.speculation.evaluated import LogitRows
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.methods import all_methods
