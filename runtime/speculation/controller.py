@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -385,7 +385,8 @@ class DraftController:
         if drafter.uses_target:
             self._at_work = drafter
         started = time.perf_counter_ns()
-        guesses = yield from guessed(drafter, self._context, path, width if drafter.branches else 1)
+        found = drafter.guesses(self._context, path, width if drafter.branches else 1)
+        guesses = (yield from found) if isinstance(found, Generator) else found
         ms = (time.perf_counter_ns() - started) / 1e6
         if guesses and unread >= _TELLING:
             self.timed_reading.append((name, max(0.0, ms - price) / unread))

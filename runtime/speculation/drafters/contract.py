@@ -127,14 +127,14 @@ class Draft:
         return [self.guesses[node].token for node in self.branch(node)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     accepted: tuple[int, ...]  # nodes on the accepted path, from the root down
     token: int  # chosen after the last of them: the recovered token where a proposal was rejected, else the bonus
     bonus: bool  # whether the path ended at a node (or root) that had no child to reject
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Round:
     """What one pass of the target decided, whichever drafter drafted; or several plain ones, without rows."""
 
