@@ -105,11 +105,11 @@ BUDGETS = {
     "runtime/paging": 1180,  # keys less their bias
     "runtime/planning": 2160,  # caches are chosen by what they add, and it is said why not
     "runtime/profile": 1200,
-    "runtime/remote": 1640,
+    "runtime/remote": 1610,
     "runtime/research": 1880,
     "runtime/sampling": 3000,
-    "runtime/search": 1420,
-    "runtime/speculation": 5080,
+    "runtime/search": 1370,
+    "runtime/speculation": 5010,
     "runtime/system": 680,
     "runtime/text": 2460,  # templates in the sandbox of jinja2 as it is
     "runtime/tuning": 1260,
