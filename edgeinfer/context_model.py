@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from edgeinfer.batching import Replies
 from edgeinfer.chat import Chat
@@ -38,9 +38,6 @@ from edgeinfer.runtime.kv_cache.contexts import (
 )
 from edgeinfer.runtime.kv_cache.session_file import SessionFile
 
-if TYPE_CHECKING:
-    from edgeinfer.model import Model
-
 _log = logging.getLogger("edgeinfer")
 
 T = TypeVar("T")
@@ -66,7 +63,7 @@ class ContextModel:
 
     def __init__(
         self,
-        model: Model,
+        texts: TextEncoder,
         reply_thread: ModelThread,
         replies: Replies,
         contexts: Sequence[Context | str | Path],
@@ -78,7 +75,7 @@ class ContextModel:
         require(placement in PLACEMENTS, "placement", placement, "one of " + ", ".join(PLACEMENTS))
         require(0.1 <= temperature <= 10, "temperature", temperature, "between 0.1 and 10")
         self.reply_thread = reply_thread
-        self._model, self._replies = model, replies
+        self._texts, self._replies = texts, replies
         self._placement: Placement = placement
         self._temperature = temperature
         self._joined: dict[tuple[tuple[int, ...], str | None], JoinedContexts] = {}
@@ -88,7 +85,7 @@ class ContextModel:
     @property
     def info(self) -> ModelInfo:
         """Which model it is."""
-        return self._model.info
+        return self._texts.lifecycle.facts.info
 
     def generate(self, prompt: str, **options: Unpack[GenerationOptions]) -> Result:
         """Continue a text after the contexts; options and errors as of `Model.generate`."""
@@ -98,12 +95,12 @@ class ContextModel:
         """Continue a text after the contexts, chunk by chunk; options and errors as of `Model.stream`."""
         started = time.perf_counter()
         config = GenerationConfig.of(**options)
-        ids = self._model.tokenize_prompt(prompt, parse_special=config.parses_prompt)
-        prefix = self._model.prefix_ids
+        ids = self._texts.prompt(prompt, True, config.parses_prompt)
+        prefix = self._texts.prefix_ids
         del ids[: len(prefix)]
         if not prefix:
             # Attention rests on the first token, which all contexts must share.
-            prefix = self._model.tokenize_data("\n")
+            prefix = self._texts.data("\n")
         contexts = self._made(tuple(prefix), config.adapter)
         tokens = [*contexts.tokens, *ids]
         return self._replies.start(
@@ -126,8 +123,8 @@ class ContextModel:
         """Answer messages as `Model.stream_chat` does. `progress` is called with the tokens of each pass that evaluates
         contexts; its errors end the reply."""
         started = time.perf_counter()
-        config = GenerationConfig.for_chat(self._model.sampling, options)
-        prefix, rest = self._model.split_chat(messages, prefill)
+        config = GenerationConfig.for_chat(self._texts.lifecycle.facts.sampling, options)
+        prefix, rest = self._texts.split(messages, prefill)
         contexts = self._made(tuple(prefix), config.adapter, progress)
         return self._replies.start(
             GenerationRequest(
@@ -142,7 +139,7 @@ class ContextModel:
 
     def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of messages without the contexts."""
-        return self._model.tokenize_chat(messages)
+        return self._texts.chat(messages, None, None, "", parse_special=False, fitting=False)
 
     def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
         """Refuse, as rows of contexts have their own files."""
@@ -186,7 +183,7 @@ class ContextModel:
         known = self._encoded.get(context)
         if known is not None and version is not None and known[0] == version:
             return known[1]
-        tokens = tuple(self._model.tokenize_data(context.text() + _APART, fitting="context"))
+        tokens = tuple(self._texts.data(context.text() + _APART, "context"))
         if not tokens:
             raise UnreadContextError(context.path, f"{context.path} has no tokens.", "Leave it out.")
         self._encoded[context] = version, tokens

@@ -23,7 +23,7 @@ from edgeinfer.reply_decoding import (
     steered,
 )
 from edgeinfer.runtime.backends.contract import PassResult, PreemptedError
-from edgeinfer.runtime.decoding.scheduler import Task
+from edgeinfer.runtime.decoding.scheduler import SequenceTask
 from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Prefill, Strategy
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
@@ -147,7 +147,7 @@ class TokenStream:
         self._items: deque[Chunk] = deque()  # that were made and not read yet
         self._error: Exception | None = None
         self._scheduled = False
-        self._task = Task(self._run(), self._items.append, self._ended)
+        self._task = SequenceTask(self._run(), self._items.append, self._ended)
 
     def _new_strategy(self, parts: ModelParts) -> Strategy:
         return make_strategy(parts, self._sampler, self._request, self._stop_ids)

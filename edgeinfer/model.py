@@ -28,7 +28,7 @@ from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.text.streaming import CallMark
 from edgeinfer.runtime.text.template import ChatTemplate
-from edgeinfer.tokenizing import Texts, several, token_ids
+from edgeinfer.tokenizing import TextEncoder, several, token_ids
 from edgeinfer.verification_round import VerificationStream
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Model:
         self, lifecycle: ModelLifecycle, template: ChatTemplate | None, inter_token_latency: float | None
     ) -> None:
         self._lifecycle, self._template = lifecycle, template
-        self._texts = Texts(lifecycle, template)
+        self._texts = TextEncoder(lifecycle, template)
         self._replies = Replies(lifecycle, inter_token_latency)
         parallel = self.plan.parallel if self.can_batch else 1
         self.reply_thread = ModelThread(parallel, weakref.ref(self), daemon=False)
@@ -320,7 +320,7 @@ class Model:
         """
         from edgeinfer.context_model import ContextModel, remembered  # few programs use it
 
-        made = ContextModel(self, self.reply_thread, self._replies, contexts, placement, temperature)
+        made = ContextModel(self._texts, self.reply_thread, self._replies, contexts, placement, temperature)
         return remembered(self._context_models, made)
 
     def verify_draft(
@@ -439,8 +439,7 @@ class Model:
     @property
     def prefix_ids(self) -> list[int]:
         """The tokens that `tokenize` puts before every text: the begin token, or nothing where it adds none."""
-        begin = self.begin_ids
-        return begin if begin and self.tokenize("a")[: len(begin)] == begin else []
+        return self._texts.prefix_ids
 
     @property
     def end_ids(self) -> list[int]:

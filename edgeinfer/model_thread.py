@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from edgeinfer.core.errors import EdgeInferError, UnshareableError
 from edgeinfer.core.records import dataclass
@@ -16,7 +16,7 @@ from edgeinfer.runtime.system.forks import renewed_in_children
 if TYPE_CHECKING:
     from edgeinfer.batching import ReplyBatch
     from edgeinfer.generation import TokenStream
-    from edgeinfer.model import Model
+    from edgeinfer.runtime.planning.plan import MemoryPlan
 
 T = TypeVar("T")
 
@@ -122,11 +122,23 @@ class ReplyEnd:
 Item = Chunk | ReplyEnd | Exception
 
 
+class SharedModel(Protocol):
+    """The part of `edgeinfer.Model` that its thread uses."""
+
+    @property
+    def plan(self) -> MemoryPlan: ...
+
+    @property
+    def can_batch(self) -> bool: ...
+
+    def reply_batch(self, parallel: int) -> ReplyBatch: ...
+
+
 @dataclass(eq=False)
 class Job:
     """A requested reply."""
 
-    start: Callable[[Model], TokenStream]
+    start: Callable[[Any], TokenStream]
     tell: Callable[[Item], object]  # returns False where nobody reads any more
     stream: TokenStream | None = None  # once it has started
     prepared: bool = False  # whether its prompt is evaluated
@@ -146,7 +158,9 @@ class ModelThread:
         daemon: as of `threading.Thread`; otherwise replies that cannot share are made whole, without turns.
     """
 
-    def __init__(self, parallel: int, model: Callable[[], Model | None] | None = None, *, daemon: bool = True) -> None:
+    def __init__(
+        self, parallel: int, model: Callable[[], SharedModel | None] | None = None, *, daemon: bool = True
+    ) -> None:
         self._most = self._parallel = parallel
         self._model = model or _no_model
         self._daemon = daemon
@@ -165,10 +179,10 @@ class ModelThread:
         self._ends: list[tuple[Job, ReplyEnd | Exception]] = []  # of the latest turn
 
     @property
-    def model(self) -> Model | None:
+    def model(self) -> SharedModel | None:
         return self._model()
 
-    def take(self, model: Model | None) -> None:
+    def take(self, model: SharedModel | None) -> None:
         """Run a model from now on, with as many replies at once as its plan allows, or none; on this thread only."""
         with self._lock:
             self._model = _no_model if model is None else lambda: model
@@ -258,7 +272,7 @@ class ModelThread:
             # Keep nothing alive while this thread works on.
             task = model = None
 
-    def _work_with(self, model: Model) -> None:
+    def _work_with(self, model: SharedModel) -> None:
         """Run a shared pass, or the turn of one reply."""
         with self._lock:
             started = self.queue.started
@@ -286,7 +300,7 @@ class ModelThread:
         if not left:
             self._close_batch()
 
-    def _open_batch(self, model: Model) -> ReplyBatch | None:
+    def _open_batch(self, model: SharedModel) -> ReplyBatch | None:
         """A batch for shared passes; None if the model cannot share or fails: each reply then reports why."""
         try:
             return model.reply_batch(self._parallel) if model.can_batch else None
@@ -299,7 +313,7 @@ class ModelThread:
         if batch is not None:
             batch.close()
 
-    def _shared_reply(self, job: Job, model: Model, batch: ReplyBatch) -> Generator[TokenStream, None, None]:
+    def _shared_reply(self, job: Job, model: SharedModel, batch: ReplyBatch) -> Generator[TokenStream, None, None]:
         """Run or continue a reply in a batch."""
         try:
             if job.stream is None:
@@ -315,7 +329,7 @@ class ModelThread:
         except Exception as error:  # of any kind: it ends this reply only
             self._failed(job, error)
 
-    def _start(self, job: Job, model: Model) -> None:
+    def _start(self, job: Job, model: SharedModel) -> None:
         """Start the stream of a reply, unless it was cancelled."""
         if job.cancelled:
             return
@@ -335,7 +349,7 @@ class ModelThread:
         if job.tell(chunk) is False:
             self.cancel(job)
 
-    def _turn(self, job: Job, model: Model) -> None:
+    def _turn(self, job: Job, model: SharedModel) -> None:
         """Run a reply until its turn or its text ends."""
         started = time.perf_counter()
         try:

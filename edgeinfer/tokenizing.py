@@ -167,24 +167,30 @@ def chat_template(bundle: Bundle) -> ChatTemplate | None:
     return ChatTemplate(bundle.read_text("chat_template.jinja"), special, tool_source=tool_source)
 
 
-class Texts:
+class TextEncoder:
     """Turns texts and messages into tokens and back, while the model is loaded; `template` is None where there is
     none."""
 
     def __init__(self, lifecycle: ModelLifecycle, template: ChatTemplate | None) -> None:
-        self._lifecycle, self._template = lifecycle, template
+        self.lifecycle, self._template = lifecycle, template
         self._guarded: GuardedTemplate | None = None
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         if not isinstance(text, str):
             raise PromptError(f"The text is {shown(text)}, which is not a string.", "Pass a string.")
-        with self._lifecycle.acquire(verified=False) as parts:
+        with self.lifecycle.acquire(verified=False) as parts:
             if parse_special:
                 return parts.tokenizer.encode(text, add_special)
             return parts.literal_encoder.literal(text, add_special)
 
-    def data(self, text: str, fitting: str) -> list[int]:
-        with self._lifecycle.acquire(verified=False) as parts:
+    @property
+    def prefix_ids(self) -> list[int]:
+        """The tokens that `tokenize` puts before every text: the begin token, or nothing where it adds none."""
+        begin = list(self.lifecycle.facts.begin_ids)
+        return begin if begin and self.tokenize("a")[: len(begin)] == begin else []
+
+    def data(self, text: str, fitting: str = "") -> list[int]:
+        with self.lifecycle.acquire(verified=False) as parts:
             if fitting:
                 require_fitting_text(parts, text, fitting)
             return parts.literal_encoder.literal(text)
@@ -192,7 +198,7 @@ class Texts:
     def prompt(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         if isinstance(text, str) and not text:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
-        with self._lifecycle.acquire(verified=False) as parts:
+        with self.lifecycle.acquire(verified=False) as parts:
             require_fitting_text(parts, text)
             return self.tokenize(text, add_special, parse_special)
 
@@ -207,7 +213,7 @@ class Texts:
         fitting: bool,
     ) -> list[int]:
         template = self._require_template()
-        with self._lifecycle.acquire(verified=False) as parts:
+        with self.lifecycle.acquire(verified=False) as parts:
             if fitting:
                 require_fitting_messages(parts, messages)
             if parse_special:
@@ -236,7 +242,7 @@ class Texts:
             content = marked[place].get("content")
             texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
             marked[place]["content"] = "".join([mark, *texts])
-        with self._lifecycle.acquire(verified=False) as parts:
+        with self.lifecycle.acquire(verified=False) as parts:
             require_fitting_messages(parts, messages)
             from edgeinfer.runtime.text.special_tokens import GuardedTemplate
 
@@ -260,20 +266,20 @@ class Texts:
         variables: Mapping[str, Any] | None,
     ) -> str:
         template = self._require_template()
-        with self._lifecycle.acquire(verified=False) as parts:
+        with self.lifecycle.acquire(verified=False) as parts:
             require_fitting_messages(parts, messages)
         return template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
 
     def _require_template(self) -> ChatTemplate:
         if self._template is None:
-            message = f"{self._lifecycle.facts.info.name} has no chat template, so it cannot answer messages."
+            message = f"{self.lifecycle.facts.info.name} has no chat template, so it cannot answer messages."
             raise TemplateError(message, "It continues texts: edgeinfer run, or generate() in Python.")
         return self._template
 
     def detokenize(self, ids: Sequence[int], special: bool) -> str:
-        with self._lifecycle.acquire(verified=False) as parts:
+        with self.lifecycle.acquire(verified=False) as parts:
             return parts.tokenizer.decode(known_ids(parts, ids), skip_special_tokens=not special)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        with self._lifecycle.acquire(verified=False) as parts:
+        with self.lifecycle.acquire(verified=False) as parts:
             return [bytes_of(parts.tokenizer, id_) for id_ in known_ids(parts, ids)]

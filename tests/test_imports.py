@@ -43,7 +43,14 @@ ALLOWED = {
     "edgeinfer.apps.cli": CORE | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.tools"},
     # Benchmarks of what makes bundles, and of other engines on the same weights.
     "edgeinfer.apps.bench": NN | {"edgeinfer.apps", "edgeinfer.export", "edgeinfer.quant"},
-    "edgeinfer.apps": {"edgeinfer.core", "edgeinfer.hub", "edgeinfer.openai", "edgeinfer.apps"},
+    # The server's replies are made by the thread that makes those of event loops.
+    "edgeinfer.apps": {
+        "edgeinfer.core",
+        "edgeinfer.hub",
+        "edgeinfer.openai",
+        "edgeinfer.apps",
+        "edgeinfer.model_thread",
+    },
     "edgeinfer.__main__": {"edgeinfer.apps.cli"},
 }
 NOT_IN_THE_FACE = {"edgeinfer.quant", "edgeinfer.export", "edgeinfer.apps"}

@@ -102,7 +102,7 @@ class RowRequest:
         )
 
 
-class Task:
+class SequenceTask:
     """A generator that a scheduler runs; `requests` are the rows it waits for, `behind` is the older task that got its
     pages, and ends before this one goes on.
 
@@ -121,7 +121,7 @@ class Task:
         self.work, self._give, self._ended = work, give, ended
         self.over = False
         self.requests: tuple[RowRequest, ...] = ()
-        self.behind: Task | None = None
+        self.behind: SequenceTask | None = None
         self._sent: list[PassResult] | None = None  # what it goes on with
         self._error: BaseException | None = None
 
@@ -211,9 +211,9 @@ class Scheduler:
         self._pass_ms: Callable[[], Callable[[int], float] | None] = _unknown
         self._draft_rows, self._on_pass_ms = 0, _unheard
         self.batch_size = 1
-        self._tasks: list[Task] = []  # the oldest first
+        self._tasks: list[SequenceTask] = []  # the oldest first
         self._lock = threading.Lock()  # of what `cancel` looks at
-        self._alone: tuple[Task, Backend] | None = None  # whose pass runs by itself
+        self._alone: tuple[SequenceTask, Backend] | None = None  # whose pass runs by itself
         self._awaited = False  # somebody wants to have a word before the next pass
 
     def share(
@@ -243,7 +243,7 @@ class Scheduler:
         self._shares, self.batch_size = False, 1
         self._make_room, self._pass_ms, self._on_pass_ms = _nothing, _unknown, _unheard
 
-    def add(self, task: Task) -> None:
+    def add(self, task: SequenceTask) -> None:
         """Add a task, which goes on with the next step."""
         self._tasks.append(task)
 
@@ -255,7 +255,7 @@ class Scheduler:
         def keeping() -> Generator[Any, Any, None]:
             made.append((yield from work))
 
-        task = Task(keeping(), made.append, errors.append)
+        task = SequenceTask(keeping(), made.append, errors.append)
         self.add(task)
         while not task.over:
             self.step()
@@ -265,7 +265,7 @@ class Scheduler:
             raise PassCancelledError("The computation was cancelled.")
         return made[0]
 
-    def remove(self, task: Task) -> None:
+    def remove(self, task: SequenceTask) -> None:
         """Take a task off, which goes on nowhere else."""
         if task in self._tasks:
             self._tasks.remove(task)
@@ -298,7 +298,7 @@ class Scheduler:
             task.close()
             self.remove(task)
 
-    def cancel(self, task: Task) -> None:
+    def cancel(self, task: SequenceTask) -> None:
         """End a task's wait for rows, or its own pass. Thread-safe."""
         with self._lock:
             if self._alone is not None and self._alone[0] is task:
@@ -307,7 +307,7 @@ class Scheduler:
             if task.waits:
                 task.fail(PassCancelledError("The sequence was cancelled."))
 
-    def _run_alone(self, task: Task) -> None:
+    def _run_alone(self, task: SequenceTask) -> None:
         """Run the only task, and its passes at once, up to its next item."""
         if task.waits:  # others have ended meanwhile, or somebody has interrupted
             left = [request for request in task.requests if not request.over]
@@ -333,7 +333,7 @@ class Scheduler:
         if task.over:
             self.remove(task)
 
-    def _evaluated(self, task: Task, wanted: Evaluate) -> list[PassResult]:
+    def _evaluated(self, task: SequenceTask, wanted: Evaluate) -> list[PassResult]:
         backend, passes = wanted.backend, wanted.passes
         if not passes:
             return []
@@ -376,7 +376,7 @@ class Scheduler:
             self._forward([(each, each.left) for each in alike[: other.backend.max_sequences]])
         self._pass(waiting, started)
 
-    def _resume(self, task: Task) -> None:
+    def _resume(self, task: SequenceTask) -> None:
         """Let a task go on until it waits for rows, gives way or ends."""
         if task.waits or task.held:
             return
@@ -390,7 +390,7 @@ class Scheduler:
                 task.collect()
         self.remove(task)
 
-    def _wait(self, task: Task, wanted: Evaluate) -> None:
+    def _wait(self, task: SequenceTask, wanted: Evaluate) -> None:
         """Let a task wait for passes."""
         if not wanted.passes:
             task.answer([])

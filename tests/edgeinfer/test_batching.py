@@ -26,7 +26,7 @@ from edgeinfer.core.errors import CapabilityError, ContextLengthError, Unshareab
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import Pass, PassResult, PreemptedError
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.decoding.scheduler import RowRequest, Task
+from edgeinfer.runtime.decoding.scheduler import RowRequest, SequenceTask
 from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
 from edgeinfer.runtime.native.library import LIBRARY
 from edgeinfer.runtime.paging.layout import PageLayout
@@ -140,13 +140,13 @@ def test_any_company_leaves_every_reply_as_it_is_alone(
 def test_a_search_that_gives_its_pages_to_others_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages for one context: the older reply takes those of the search, which are evaluated again afterwards."""
     preempted: list[object] = []
-    fail = Task.fail
+    fail = SequenceTask.fail
 
-    def failing(task: Task, error: BaseException) -> None:
+    def failing(task: SequenceTask, error: BaseException) -> None:
         preempted.append(error)
         fail(task, error)
 
-    monkeypatch.setattr(Task, "fail", failing)
+    monkeypatch.setattr(SequenceTask, "fail", failing)
     with load_eager(context=256, remember=False) as model:
 
         def plain() -> TokenStream:
