@@ -37,6 +37,7 @@ from edgeinfer.runtime.kv_cache.contexts import (
     read_rows,
 )
 from edgeinfer.runtime.kv_cache.session_file import SessionFile
+from edgeinfer.tokenizing import TextEncoder
 
 _log = logging.getLogger("edgeinfer")
 
