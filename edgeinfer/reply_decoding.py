@@ -16,8 +16,7 @@ from edgeinfer.lifecycle import ModelParts
 from edgeinfer.runtime.decoding.sequence import Strategy
 from edgeinfer.runtime.kv_cache.contexts import JoinedContexts
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, TextCheck
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from edgeinfer.runtime.text.streaming import CallMark
 

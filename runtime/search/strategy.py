@@ -21,8 +21,7 @@ from edgeinfer.runtime.backends.contract import Pass, PreemptedError
 from edgeinfer.runtime.decoding import sequence as decoding
 from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.layer_skip.strategy import SmallModel
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.text.streaming import ReplyText

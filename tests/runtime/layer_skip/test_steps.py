@@ -17,8 +17,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
 from edgeinfer.runtime.research.steps import StepEnds, StepRoutingDecoding, advantage
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.alone import Alone
 from tests.runtime.layer_skip.conftest import read

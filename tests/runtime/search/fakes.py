@@ -18,8 +18,7 @@ from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult, check
 from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.sampling.constraint import Constraint
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, make_search
 from tests.methods import nested
 from tests.runtime.test_sequence import TableBackend, TableCache

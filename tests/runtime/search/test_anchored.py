@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import ContextLengthError
 from edgeinfer.core.options.reply import GenerationConfig
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.anchored import Anchored, DivergenceBudget, fuse, prefix_debt
 from tests.runtime.search.fakes import PROMPT, LettersAnchor, LettersBackend, Trial, V, alone, letters_logits
 

@@ -20,8 +20,7 @@ from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassCanc
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.decoding.sequence import Sequence, run_alone
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import Feeder, SearchParts
 from tests.alone import Alone

@@ -16,8 +16,7 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.research.cautious import trials_for
 from edgeinfer.runtime.research.contrast import contrasted
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.momentum import Runs
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, alone, letters_logits
 from tests.tables import each_row

@@ -11,8 +11,7 @@ from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.strategy import SearchParts, make_search, search_method
 from tests.methods import all_methods, nested
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersAnchor, LettersBackend, Trial, V

@@ -26,8 +26,7 @@ from edgeinfer.runtime.decoding.sequence import Sequence as Conversation
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint
 from edgeinfer.runtime.sampling.distributions import Logits
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
 from tests.alone import Alone

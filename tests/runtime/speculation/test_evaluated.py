@@ -16,8 +16,7 @@ from edgeinfer.runtime.backends.contract import HEAD_ROWS, KVCache, Pass, PassCa
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.decoding import LogitRows, RoundView, decided
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter

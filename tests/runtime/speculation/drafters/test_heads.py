@@ -18,8 +18,7 @@ from edgeinfer.runtime.decoding.sequence import Passes as Waiting
 from edgeinfer.runtime.decoding.sequence import Sequence, run_alone
 from edgeinfer.runtime.research.heads import Matrix
 from edgeinfer.runtime.research.medusa import MedusaDrafter
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.module_drafter import TargetStates, Unread
