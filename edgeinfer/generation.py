@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
 
 
-# Seconds between two looks at the budget: one takes some 30 microseconds.
+# Seconds between two looks at the budget.
 _LOOK_S = 0.02
 
 

@@ -209,7 +209,8 @@ class Scheduler:
         self._share, self._shares = PromptShare(prompt_rows), False  # whether sequences may share passes
         self._make_room: Callable[[int], None] = _nothing
         self._pass_ms: Callable[[], Callable[[int], float] | None] = _unknown
-        self._draft_rows, self._on_pass_ms = 0, _unheard
+        self._draft_rows = 0
+        self._on_pass_ms: Callable[[int, float], None] = _unheard
         self.batch_size = 1
         self._tasks: list[SequenceTask] = []  # the oldest first
         self._lock = threading.Lock()  # of what `cancel` looks at
