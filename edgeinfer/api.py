@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import Unpack
 
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.options.types import LoadOptions
 from edgeinfer.core.results import Progress
-from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts
-from edgeinfer.loading import Bundles, LoadRequest, make_parts, planned_by
+from edgeinfer.loading import make_parts, open_model, plan_of, planned_by, within_budget
 from edgeinfer.model import Model
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.memory import allocating
 from edgeinfer.tokenizing import chat_template
-
-if TYPE_CHECKING:
-    pass
-
-
-StreamT = TypeVar("StreamT", bound=TokenStream)
 
 
 def load(model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadOptions]) -> Model:
@@ -41,13 +34,13 @@ def load(model: str | Path | None = None, *, progress: Progress | None = None, *
     config = LoadConfig.of(**options)
     started = time.perf_counter()
     with allocating("The model"):
-        bundles = Bundles.open(model, config, progress).within(config)
+        facts, planned = within_budget(open_model(model, config, progress), config)
 
     def make(started: float, plan: MemoryPlan | None) -> ModelParts:
-        return make_parts(LoadRequest(bundles, config, progress if plan is None else None, started, plan))
+        return make_parts(facts, config, plan or planned, progress if plan is None else None, started)
 
     lifecycle = ModelLifecycle(make, started, config.idle_unload, aside=config.remember)
-    return Model(lifecycle, chat_template(bundles.target), config.inter_token_latency)
+    return Model(lifecycle, chat_template(facts.bundle), config.inter_token_latency)
 
 
 def plan(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> MemoryPlan:
@@ -64,7 +57,7 @@ def plan(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> Mem
     """
     config = LoadConfig.of(**options)
     with planned_by(model, config) as found:
-        return Bundles.open(found, config).plan(config, all_ways=True)
+        return plan_of(open_model(found, config), config, all_ways=True)
 
 
 async def aload(

@@ -15,7 +15,7 @@ from edgeinfer.core.records import dataclass
 from edgeinfer.hub import local, resolve
 from edgeinfer.hub.catalog_models import gguf_memory
 from edgeinfer.hub.placing import Origin
-from edgeinfer.loading import Bundles
+from edgeinfer.loading import open_model, plan_of
 from edgeinfer.runtime.weights.verification import Outcome, VerifiedFiles, accept_file, check_file, files_of
 from edgeinfer.tokenizing import recommended_sampling
 
@@ -155,7 +155,7 @@ def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
         if runs not in (None, place.path):
             size += sum(entry.bytes for entry in open_bundle(runs).manifest.files.values())
         # A file that was not prepared yet cannot be planned.
-        memory = gguf_memory(size) if runs is None else Bundles.open(runs, config).plan(config).minimum_bytes
+        memory = gguf_memory(size) if runs is None else plan_of(open_model(runs, config), config).minimum_bytes
     except EdgeInferError as problem:
         error = str(problem)
     # A GGUF file is used where the bundle that was prepared of it is.

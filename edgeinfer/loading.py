@@ -18,30 +18,25 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.core.options.decoding import NO_DRAFT_MODEL
 from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.hub.cache import note_use, ready
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.expert_use import experts_observer
+from edgeinfer.runtime.backends.factory import thread_count
+from edgeinfer.runtime.backends.registry import facts_of, make_backend, own_tokenizer
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_context_shift
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.kv_cache.session_file import origin_of
-from edgeinfer.runtime.loading.registry import (
-    choose_backend,
-    engine_version,
-    kernel_name,
-    make_backend,
-    own_tokenizer,
-    plan_input_of,
-)
+from edgeinfer.runtime.planning.facts import BundleFacts
 from edgeinfer.runtime.planning.ledger import Ledger, MemoryRelief
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput
-from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make_replanner, speed_model
+from edgeinfer.runtime.planning.planner import Replan, make_plan, make_replanner
+from edgeinfer.runtime.planning.speed_model import Profiles, speed_model
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
-from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, find_settings, model_digest
+from edgeinfer.runtime.profile.kept import files_digest
+from edgeinfer.runtime.profile.settings import Fingerprint, TunedSettings, find_settings
 from edgeinfer.runtime.speculation.assembly import (
     OPTION_BYTES,
     bundled_drafter,
@@ -67,63 +62,58 @@ _log = logging.getLogger("edgeinfer")
 _WORTH_BYTES = 256 * 1024
 
 
-@dataclass(frozen=True)
-class Bundles:
-    """The bundles to load, a model and its draft model, with their backends and the model's tuned settings."""
+def open_model(model: str | Path | None, config: LoadConfig, progress: Progress | None = None) -> BundleFacts:
+    """Open the bundles of a model and its draft model, choose their backends, and look up tuned settings. Errors as
+    `facts_of`."""
+    target = open_bundle(located(model, config, progress))
+    given = config.draft_model not in (None, NO_DRAFT_MODEL)
+    drafter = open_bundle(located(config.draft_model, LoadConfig(), progress)) if given else None
+    if config.draft_model is None:
+        drafter = bundled_drafter(target, config)
+    require_models(target, drafter if given else None)
+    if drafter is not None:
+        check_same_vocabulary(target, drafter)
+    return _facts(target, drafter, config)
 
-    choice: BackendChoice
-    drafter_choice: BackendChoice | None
-    settings: TunedSettings = UNTUNED
-    planned: MemoryPlan | None = None  # the plan of both within a budget; None makes one
 
-    @property
-    def target(self) -> Bundle:
-        return self.choice.bundle
-
-    @property
-    def drafter(self) -> Bundle | None:
-        return None if self.drafter_choice is None else self.drafter_choice.bundle
-
-    @classmethod
-    def open(cls, model: str | Path | None, config: LoadConfig, progress: Progress | None = None) -> Bundles:
-        """Open both, choose their backends, and look up tuned settings. Errors as `choose_backend`."""
-        target = open_bundle(located(model, config, progress))
-        given = config.draft_model not in (None, NO_DRAFT_MODEL)
-        drafter = open_bundle(located(config.draft_model, LoadConfig(), progress)) if given else None
-        if config.draft_model is None:
-            drafter = bundled_drafter(target, config)
-        require_models(target, drafter if given else None)
-        if drafter is not None:
-            check_same_vocabulary(target, drafter)
-        choice = choose_backend(target, config)
+def _facts(
+    target: Bundle, drafter: Bundle | None, config: LoadConfig, settings: TunedSettings | None = None
+) -> BundleFacts:
+    facts = dataclasses.replace(facts_of(target, config), option_bytes=OPTION_BYTES)
+    if drafter is not None:
         # Backend and device options are the target's; a draft model runs on its own backend on the CPU.
         own = dataclasses.replace(config.on_device("cpu"), backend=None, adapters={})
-        drafter_choice = None if drafter is None else choose_backend(drafter, own)
-        return cls(choice, drafter_choice, settings_for(choice, config))
+        facts = dataclasses.replace(facts, drafter=facts_of(drafter, own))
+    if settings is None:
+        settings = find_settings(config, lambda: digest_of(facts, config), lambda: fingerprint_for(facts))
+    return tuned(facts, config, settings)
 
-    def within(self, config: LoadConfig) -> Bundles:
-        """These bundles with a plan for the budget, if there is one, and without a draft model that it leaves out."""
-        if config.memory is None:
-            return self
-        plan = self.plan(config, loading=True)
-        left_out = self.drafter_choice is not None and not plan.configuration.draft_model
-        return dataclasses.replace(self, planned=plan, drafter_choice=None if left_out else self.drafter_choice)
 
-    def subject(self, config: LoadConfig) -> PlanInput:
-        small = self.drafter_choice
-        drafter = None if small is None else plan_input_of(small, config, settings=self._shared())
-        target = plan_input_of(self.choice, config, drafter, self.settings)
-        return dataclasses.replace(target, option_bytes=OPTION_BYTES)
+def tuned(facts: BundleFacts, config: LoadConfig, settings: TunedSettings) -> BundleFacts:
+    """A model with other tuned settings. A draft model shares its threads, whose calls take turns."""
+    threads, drafter = thread_count(config, settings), facts.drafter
+    if drafter is not None:
+        shared = TunedSettings(threads=settings.threads, affinity=settings.affinity)
+        drafter = dataclasses.replace(drafter, settings=shared, threads=threads)
+    return dataclasses.replace(facts, settings=settings, threads=threads, drafter=drafter)
 
-    def _shared(self) -> TunedSettings:
-        """The tuned settings that a draft model shares with the target: threads, whose calls take turns."""
-        return TunedSettings(threads=self.settings.threads, affinity=self.settings.affinity)
 
-    def plan(self, config: LoadConfig, *, all_ways: bool = False, loading: bool = False) -> MemoryPlan:
-        """The memory plan of both; arguments and errors as of `make_plan`."""
-        subject = self.subject(config)
-        speed = speed_model(subject, profiles_of(subject, config))
-        return make_plan(subject, config, speed, all_ways=all_ways, loading=loading)
+def plan_of(facts: BundleFacts, config: LoadConfig, *, all_ways: bool = False, loading: bool = False) -> MemoryPlan:
+    """The memory plan of a model; arguments and errors as of `make_plan`."""
+    speed = speed_model(facts, profiles_of(facts, config))
+    return make_plan(facts, config, speed, all_ways=all_ways, loading=loading)
+
+
+def within_budget(facts: BundleFacts, config: LoadConfig) -> tuple[BundleFacts, MemoryPlan | None]:
+    """A model without a draft model that the plan for the budget leaves out, and that plan; None without a budget."""
+    if config.memory is None:
+        return facts, None
+    plan = plan_of(facts, config, loading=True)
+    return _as_planned(facts, plan), plan
+
+
+def _as_planned(facts: BundleFacts, plan: MemoryPlan) -> BundleFacts:
+    return facts if plan.configuration.draft_model else dataclasses.replace(facts, drafter=None)
 
 
 def located(model: str | Path | None, config: LoadConfig, progress: Progress | None = None) -> Path:
@@ -156,37 +146,32 @@ def planned_by(model: str | Path | None, config: LoadConfig) -> Iterator[str | P
         yield found
 
 
-def settings_for(choice: BackendChoice, config: LoadConfig) -> TunedSettings:
-    """The tuned settings of a model that are compatible with the caller's options."""
-    return find_settings(config, lambda: digest_of(choice, config), lambda: fingerprint_for(choice))
-
-
-def digest_of(choice: BackendChoice, config: LoadConfig) -> str:
+def digest_of(facts: BundleFacts, config: LoadConfig) -> str:
     """The digest of a model and the way it runs; its tuned settings are stored under it."""
-    return model_digest(choice.bundle, choice.layout, choice.name, choice.device.name, config.exact)
+    return files_digest(facts.bundle, facts.layout, facts.backend, facts.device.name, config.exact)
 
 
-def fingerprint_for(choice: BackendChoice) -> Fingerprint:
+def fingerprint_for(facts: BundleFacts) -> Fingerprint:
     """This machine, and the engine and kernel that would run the model on it."""
-    return Fingerprint.here(engine_version(choice), kernel_name(choice))
+    return Fingerprint.here(facts.engine(), facts.kernel())
 
 
-def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
+def profiles_of(facts: BundleFacts, config: LoadConfig) -> Profiles:
     """Opens what was measured of each variant of a model on this device, where it may be kept."""
 
     def open_variant(variant: str, *, draft_model: bool) -> DeviceProfile:
         if not config.remember:
             return DeviceProfile(None)
-        bundle, layout = subject.bundle, subject.layout
-        drafter = subject.drafter.bundle if draft_model and subject.drafter is not None else None
-        kernel = f"{kernel_name(subject.choice)} of {engine_version(subject.choice)}"
-        if subject.settings.affinity:
-            variant += f" affinity {subject.settings.affinity}"
+        bundle, layout = facts.bundle, facts.layout
+        drafter = facts.drafter.bundle if draft_model and facts.drafter is not None else None
+        kernel = f"{facts.kernel()} of {facts.engine()}"
+        if facts.settings.affinity:
+            variant += f" affinity {facts.settings.affinity}"
         if config.draft_experts is not None:
             # It changes the cost of drafts and how often they are accepted.
             variant += f" draft-experts {config.draft_experts}"
         try:
-            folder = profile_folder(bundle, layout, kernel, subject.threads, config.exact, drafter, variant)
+            folder = profile_folder(bundle, layout, kernel, facts.threads, config.exact, drafter, variant)
         except StorageError:
             return DeviceProfile(None)
         return DeviceProfile.open(folder)
@@ -194,39 +179,23 @@ def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
     return open_variant
 
 
-@dataclass(frozen=True)
-class LoadRequest:
-    bundles: Bundles
-    config: LoadConfig
-    # As `edgeinfer.load` takes it; None where the model is loaded again.
-    progress: Callable[[str, int, int], None] | None
-    started: float  # time.perf_counter() of the request
-    plan: MemoryPlan | None = None  # the plan of the first time, where the model is loaded again; None makes one
-
-    def on(self, device: str) -> LoadRequest:
-        """This request on another device, with its tuned settings and without a plan."""
-        config = self.config.on_device(device)
-        choice = choose_backend(self.bundles.target, config)
-        bundles = dataclasses.replace(self.bundles, choice=choice, settings=settings_for(choice, config), planned=None)
-        return dataclasses.replace(self, bundles=bundles, config=config, plan=None)
-
-    def again(self) -> LoadRequest:
-        if self.plan is None:
-            return self
-        config = self.config.on_device(self.plan.device)
-        bundles = dataclasses.replace(self.bundles, choice=choose_backend(self.bundles.target, config))
-        return dataclasses.replace(self, bundles=bundles, config=config)
-
-
 @allocating("The model")
-def make_parts(request: LoadRequest) -> ModelParts:
-    """Load a model while its files are verified; replies wait for the verification of large ones."""
-    target, drafter = request.bundles.target, request.bundles.drafter
-    verification = Verification([target] if drafter is None else [target, drafter], keeps=request.config.remember)
+def make_parts(
+    facts: BundleFacts, config: LoadConfig, plan: MemoryPlan | None, progress: Progress | None, started: float
+) -> ModelParts:
+    """Load a model while its files are verified; replies wait for the verification of large ones.
+
+    Args:
+        plan: within the budget, or of the time before, when another device may have failed; None makes one.
+        progress: as `edgeinfer.load` takes it.
+        started: time.perf_counter() of the request.
+    """
+    target, drafter = facts.bundle, None if facts.drafter is None else facts.drafter.bundle
+    verification = Verification([target] if drafter is None else [target, drafter], keeps=config.remember)
     try:
-        parts = _make_somewhere(request, verification)
+        parts = _make_somewhere(facts, config, plan, functools.partial(_make_parts, progress, started, verification))
         verification.finish()
-        if request.config.remember:
+        if config.remember:
             note_use(target.path if target.digests else target.gguf.path)
         return parts
     except (ModelError, BackendError):
@@ -238,53 +207,65 @@ def make_parts(request: LoadRequest) -> ModelParts:
         raise
 
 
-def _make_somewhere(request: LoadRequest, verification: Verification) -> ModelParts:
+def _make_somewhere(
+    facts: BundleFacts,
+    config: LoadConfig,
+    plan: MemoryPlan | None,
+    make: Callable[[BundleFacts, LoadConfig, MemoryPlan | None], ModelParts],
+) -> ModelParts:
     """Make the parts, on the CPU where the device fails."""
-    request = request.again()
-    note = "" if request.plan is None else request.plan.device_note
-    subject = dataclasses.replace(request.bundles.subject(request.config), device_note=note)
+    target, drafter = facts.bundle, None if facts.drafter is None else facts.drafter.bundle
+    if plan is not None:
+        if plan.device != facts.device.name:
+            config = config.on_device(plan.device)
+            facts = _facts(target, drafter, config, facts.settings)
+        facts = dataclasses.replace(facts, device_note=plan.device_note)
     try:
-        return _make_parts(request, subject, verification)
+        return make(facts, config, plan)
     except DeviceError as error:
-        if subject.device.on_cpu:
+        if facts.device.on_cpu:
             raise
         reason = error.message
     # Outside of the except block: the error keeps the loaded parts alive.
-    _log.warning("%s The CPU runs %s.", reason, request.bundles.target.manifest.name)
-    request = request.on("cpu")
-    subject = dataclasses.replace(request.bundles.subject(request.config), device_note=reason)
-    return _make_parts(request, subject, verification)
+    _log.warning("%s The CPU runs %s.", reason, facts.manifest.name)
+    config = config.on_device("cpu")
+    return make(dataclasses.replace(_facts(target, drafter, config), device_note=reason), config, None)
 
 
-def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verification) -> ModelParts:
-    """Make the parts on the subject's device or not at all."""
-    bundles, config = request.bundles, request.config
-    profiles = profiles_of(subject, config)
-    speed = speed_model(subject, profiles)
-    plan = request.plan or bundles.planned or make_plan(subject, config, speed, loading=True)
+def _make_parts(
+    progress: Progress | None,
+    started: float,
+    verification: Verification,
+    facts: BundleFacts,
+    config: LoadConfig,
+    plan: MemoryPlan | None,
+) -> ModelParts:
+    """Make the parts on the device of the facts or not at all."""
+    profiles = profiles_of(facts, config)
+    speed = speed_model(facts, profiles)
+    plan = plan or make_plan(facts, config, speed, loading=True)
     plan.require_fit()
     config = dataclasses.replace(config, prefix_cache=plan.prefix_cache)
-    if not plan.configuration.draft_model:
-        subject = dataclasses.replace(subject, drafter=None)
+    facts = _as_planned(facts, plan)
     return_large_frees()
-    bundle = bundles.target
+    bundle = facts.bundle
     keeping = plan.configuration.tokenizer
     # The tokenizer first, where it has its own file: parsing takes more memory than the result, and must release it
     # before weights are loaded.
     parsed = parsed_tokenizer(lambda: TOKENIZERS[keeping](bundle)) if keeping in TOKENIZERS else None
-    backend = make_backend(subject.choice, config, plan.configuration, request.progress, bundles.settings, plan.room)
-    if not subject.device.on_cpu:
+    backend = make_backend(facts, config, plan.configuration, progress, plan.room)
+    if not facts.device.on_cpu:
         from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
 
-        check_first_pass(backend, subject.device)
-    parsed = parsed or parsed_tokenizer(lambda: own_tokenizer(subject.choice, backend))
-    model = make_draft_backend(subject.drafter, config, plan)
+        check_first_pass(backend, facts.device)
+    parsed = parsed or parsed_tokenizer(lambda: own_tokenizer(facts, backend))
+    model = make_draft_backend(facts.drafter, config, plan)
     cache = backend.new_sequence(plan.context)
     overflow = make_context_shift(plan.overflow, bundle, backend, cache)
     sequence = Sequence(backend, cache, plan.prefill_chunk, overflow, PrefixCache(plan.prefix_cache))
-    kept = profiles(subject.variant(plan.configuration), draft_model=plan.configuration.draft_model)
+    kept = profiles(facts.variant(plan.configuration), draft_model=plan.configuration.draft_model)
     profile = kept if plan.draft_max else DeviceProfile(None)
-    speculator = make_speculator(backend, cache, config, plan, profile, subject.drafter, model, subject.bundle)
+    speculator = make_speculator(backend, cache, config, plan, profile, facts.drafter, model, facts.bundle)
     begin_ids, eos_ids = boundary_ids(bundle)
     if (watched := experts_observer(backend)) is not None:
         watched.follow(cache)
@@ -296,14 +277,14 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
         loaded=_info(bundle, backend, plan),
         begin_ids=begin_ids,
         eos_ids=eos_ids,
-        load=LoadCosts((time.perf_counter() - request.started) * 1e3, parsed.ms, parsed.bytes),
+        load=LoadCosts((time.perf_counter() - started) * 1e3, parsed.ms, parsed.bytes),
         tensors=tensors_in(bundle.manifest, plan.layout),
-        origin=origin_of(bundle, plan.layout, engine_version(subject.choice), config.exact),
+        origin=origin_of(bundle, plan.layout, facts.engine(), config.exact),
         speculator=speculator,
-        make_reduced=lambda: _reduced(subject, plan, sequence, speculator, kept),
-        ledger=_ledger(plan, sequence, speculator, parsed.bytes, make_replanner(subject, config, speed)),
+        make_reduced=lambda: _reduced(facts, plan, sequence, speculator, kept),
+        ledger=_ledger(plan, sequence, speculator, parsed.bytes, make_replanner(facts, config, speed)),
         verification=verification,
-        threads=subject.threads,
+        threads=facts.threads,
         watched=watched,
         decoder=bundle.manifest.decoder,
         sampling=recommended_sampling(bundle),
@@ -321,12 +302,12 @@ def _remote(
 
 
 def _reduced(
-    subject: PlanInput, plan: MemoryPlan, sequence: Sequence, speculator: Speculator, profile: DeviceProfile
+    facts: BundleFacts, plan: MemoryPlan, sequence: Sequence, speculator: Speculator, profile: DeviceProfile
 ) -> ReducedComputeStrategies:
     """Make the strategies of replies that take less compute; few programs need them."""
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 
-    manifest, drafter = subject.manifest, subject.drafter
+    manifest, drafter = facts.manifest, facts.drafter
     small = 0 if drafter is None else drafter.manifest.parameters
     vocabulary, chunk, given = sequence.backend.geometry.vocab_size, sequence.chunk, speculator.parts
     model, cache = given.whole_model, given.model_cache
@@ -337,7 +318,7 @@ def _reduced(
         parameters=small / max(manifest.parameters, 1),
         exits=manifest.exits,
         tuned_exit=lambda: speculator.parts.tuning.exit_layer,
-        heads=functools.cache(lambda kind: read_heads(subject.bundle, kind)),
+        heads=functools.cache(lambda kind: read_heads(facts.bundle, kind)),
         rows=plan.draft_max + 1,
         plain_ms=lambda: speculator.plain_ms,
     )

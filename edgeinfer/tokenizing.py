@@ -22,7 +22,7 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.options.types import Prompt
 from edgeinfer.core.records import dataclass
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts
-from edgeinfer.runtime.planning.plan_input import TOKENIZER
+from edgeinfer.runtime.planning.facts import TOKENIZER
 from edgeinfer.runtime.system.memory import process_memory, release_freed
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of, surely_longer
 from edgeinfer.runtime.text.template import ChatTemplate

@@ -102,15 +102,14 @@ BUDGETS = {
     "export/weights": 430,  # the float model to check with; GGUF files on our own kernel
     "quant": 2970,  # errors are fed forward in GGUF's types, of which there are nine; bits by predicted loss
     "runtime": 20,
-    "runtime/backends": 7000,  # GGUF files on our own kernel
+    "runtime/backends": 7090,  # GGUF files on our own kernel; the choice of a backend
     "runtime/decoding": 1350,
     "runtime/devices": 440,
     "runtime/kv_cache": 1590,
     "runtime/layer_skip": 1280,
-    "runtime/loading": 120,
     "runtime/native": 800,  # GGUF files on our own kernel
     "runtime/paging": 1150,  # keys less their bias
-    "runtime/planning": 2020,  # caches are chosen by what they add, and it is said why not
+    "runtime/planning": 2130,  # caches are chosen by what they add, and it is said why not
     "runtime/profile": 1350,  # prices of drafting
     "runtime/remote": 1610,
     "runtime/research": 1880,

@@ -291,14 +291,14 @@ def _words(name: str) -> str:
 def _device_facts(tuning: DeviceTuning) -> dict[str, Any]:
     """Figures for JSON."""
     return {
-        "settings": tuning.settings.to_dict(),
+        "settings": asdict(tuning.settings),
         "threads": tuning.threads,
         "parts": {name: asdict(part) | {"ratio": part.ratio} for name, part in tuning.parts.items()},
         "attempts": [
             {"name": each.name, "value": each.value, "outcome": each.outcome, "time_ratio": each.ratio}
             for each in tuning.attempts
         ],
-        "rejected": None if tuning.rejected is None else tuning.rejected.to_dict(),
+        "rejected": None if tuning.rejected is None else asdict(tuning.rejected),
         "busy": tuning.busy,
         "seconds": tuning.seconds,
         "path": None if tuning.path is None else str(tuning.path),

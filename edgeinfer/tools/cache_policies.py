@@ -18,7 +18,7 @@ from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
 from edgeinfer.model import Model
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
-from edgeinfer.runtime.profile.kept import KEPT_POLICY, MeasuredPolicy
+from edgeinfer.runtime.profile.kept import KEPT_POLICIES, MeasuredPolicy, files_digest
 from edgeinfer.tools.tuning import TUNING_PROMPTS
 
 _STOP, _WINDOW = "stop", "window"
@@ -139,7 +139,7 @@ def tune_cache(
     if not losses:
         raise UsageError(next(iter(unusable.values())), "Use this model with overflow='stop'.")
     kept = _best(whole, losses, len(reading.ids))
-    KEPT_POLICY.keep(bundle, kept)
+    KEPT_POLICIES.keep(files_digest(bundle), kept)
     return CacheTuning(whole, tuple(losses), kept, unusable)
 
 

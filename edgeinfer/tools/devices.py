@@ -16,27 +16,27 @@ from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.options.types import LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import DeviceFacts, DeviceLimits
-from edgeinfer.loading import Bundles, digest_of, fingerprint_for, located, profiles_of
+from edgeinfer.loading import digest_of, fingerprint_for, located, open_model, profiles_of, tuned
 from edgeinfer.runtime.backends.llamacpp.graphics import check_processor, graphics_device, listed_processors
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device
+from edgeinfer.runtime.backends.registry import facts_of, make_backend
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.devices.providers import Device, DeviceEntry, is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES
-from edgeinfer.runtime.loading.registry import choose_backend, make_backend, tunable
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.native.probe import measure_limits
+from edgeinfer.runtime.planning.facts import BundleFacts
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.planner import make_plan, process_before_loading, speed_model
-from edgeinfer.runtime.profile.kept import KEPT_POLICY
+from edgeinfer.runtime.planning.planner import make_plan, process_before_loading
+from edgeinfer.runtime.planning.speed_model import speed_model
+from edgeinfer.runtime.profile.kept import KEPT_POLICIES, files_digest
 from edgeinfer.runtime.profile.settings import (
+    KEPT_SETTINGS,
     OFF,
     TUNED_WEIGHTS,
     TunedProfile,
     TunedSettings,
-    forget_profile,
-    keep_profile,
-    write_profile,
 )
 from edgeinfer.runtime.system.machine import load_average, machine_memory, pinning, usable_processors
 from edgeinfer.runtime.system.memory import allocating
@@ -119,13 +119,11 @@ def tune_device(
         raise UsageError("Tuning starts from the default settings.", "Leave profile out.")
     config = LoadConfig.of(**{**options, "profile": OFF})
     started, busy = time.perf_counter(), load_average()
-    bundles = Bundles.open(model, config)
-    names = tunable(bundles.choice)
-    if not names:
-        backend = bundles.choice.name
-        raise CapabilityError(f"The {backend} backend has no settings to tune.", "Load the model without tuning.")
-    found, threads = _measure(bundles, config, names, quick, progress)
-    path = _keep(bundles, config, found, threads, None if out is None else Path(out))
+    facts = open_model(model, config)
+    if not facts.tunes:
+        raise CapabilityError(f"The {facts.backend} backend has no settings to tune.", "Load the model without tuning.")
+    found, threads = _measure(facts, config, quick, progress)
+    path = _keep(facts, config, found, threads, None if out is None else Path(out))
     return _result(found, threads, busy, time.perf_counter() - started, path)
 
 
@@ -133,32 +131,30 @@ def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions
     """Deletes the results of `tune_device` and `tune_cache` for a model and options; returns whether there were any."""
     config = LoadConfig.of(**{**options, "profile": OFF})
     bundle = open_bundle(located(model, config))
-    forgotten = forget_profile(digest_of(choose_backend(bundle, config), config))
-    return any([forgotten, KEPT_POLICY.forget(bundle)])
+    forgotten = KEPT_SETTINGS.forget(digest_of(facts_of(bundle, config), config))
+    return any([forgotten, KEPT_POLICIES.forget(files_digest(bundle))])
 
 
 @allocating("The model")
 def _measure(
-    bundles: Bundles, config: LoadConfig, names: tuple[str, ...], quick: bool, progress: Progress | None
+    facts: BundleFacts, config: LoadConfig, quick: bool, progress: Progress | None
 ) -> tuple[SettingsFound, int]:
     """The settings found, and the threads they were proved with."""
     effort = QUICK if quick else FULL
-    usual = bundles.subject(config)
-    speed, process = speed_model(usual, profiles_of(usual, config)), process_before_loading(usual)
+    speed, process = speed_model(facts, profiles_of(facts, config)), process_before_loading(facts)
 
     def plan_for(settings: TunedSettings) -> MemoryPlan:
-        subject = dataclasses.replace(bundles, settings=settings).subject(config)
-        return make_plan(subject, config, speed, process=process)
+        return make_plan(tuned(facts, config, settings), config, speed, process=process)
 
     def make(settings: TunedSettings, plan: MemoryPlan) -> Sequence:
-        backend = make_backend(bundles.choice, config, plan.configuration, progress, settings)
+        backend = make_backend(tuned(facts, config, settings), config, plan.configuration, progress)
         return Sequence(backend, backend.new_sequence(plan.context), plan.prefill_chunk)
 
     plan = plan_for(TunedSettings())
     plan.require_fit()
     # Other programs need memory too.
     with Stopwatch(plan_for, make, config.memory or machine_memory() // 2, effort.visit_ms) as stopwatch:
-        ways = _ways(config, plan, usual.weights_modes, names, stopwatch.longest_prompt)
+        ways = _ways(config, plan, facts.weights_modes, facts.tunes, stopwatch.longest_prompt)
         found = search_settings(ways, stopwatch, effort, time.perf_counter, *(() if progress is None else (progress,)))
     return found, found.settings.threads or plan.threads
 
@@ -184,21 +180,20 @@ def _ways(
     )
 
 
-def _keep(bundles: Bundles, config: LoadConfig, found: SettingsFound, threads: int, out: Path | None) -> Path | None:
+def _keep(facts: BundleFacts, config: LoadConfig, found: SettingsFound, threads: int, out: Path | None) -> Path | None:
     """Writes the settings, replacing those kept before."""
-    bundle = bundles.target
-    model = digest_of(bundles.choice, config)
+    model = digest_of(facts, config)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    machine = fingerprint_for(bundles.choice)
-    profile = TunedProfile(model, bundle.manifest.name[:200], machine, threads, found.settings, now)
+    machine = fingerprint_for(facts)
+    profile = TunedProfile(model, facts.manifest.name[:200], machine, threads, found.settings, now)
     if out is not None:
-        write_profile(profile, out)
+        KEPT_SETTINGS.write(profile, out)
         return out
     if not found.settings.names:
         # The settings of an older profile are no longer better.
-        forget_profile(model)
+        KEPT_SETTINGS.forget(model)
         return None
-    return keep_profile(profile)
+    return KEPT_SETTINGS.keep(model, profile)
 
 
 def _result(found: SettingsFound, threads: int, busy: float | None, seconds: float, path: Path | None) -> DeviceTuning:

@@ -34,9 +34,9 @@ from edgeinfer.quant.probing import probe_tokens
 from edgeinfer.quant.sensitivity import expected_costs, measure_costs
 from edgeinfer.quant.statistics import InputStatistics
 
-# Of the divergence that is allowed, what is planned, as texts differ: planned for 0.03, SmolLM2-135M has 0.032 on
-# WikiText-2, 0.027 on code and 0.045 on chats.
-_CAUTION = 0.65
+# Of the divergence that is allowed, what is planned, as texts differ: planned for 0.02, Gemma-3-270M has 0.019 on
+# WikiText-2, 0.018 on code and 0.056 on chats, half of which is a citation that it knows by heart.
+_CAUTION = 0.5
 # What each way to store each matrix is predicted to cost.
 Costs = dict[str, list[Candidate]]
 

@@ -14,9 +14,16 @@ from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.expert_use import ExpertUseObserver
-from edgeinfer.runtime.devices.providers import CPU, Device, Graphs
+from edgeinfer.runtime.devices.providers import Device, Graphs
 from edgeinfer.runtime.devices.registry import choose_device
-from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration, ModelMemory, TokenizerMode
+from edgeinfer.runtime.planning.facts import (
+    BundleFacts,
+    Configuration,
+    ModelMemory,
+    TokenizerMode,
+    memory_on,
+    weights_modes_on,
+)
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import usable_cores
 from edgeinfer.runtime.text.contract import TokenizerLike
@@ -26,34 +33,71 @@ from edgeinfer.runtime.weights.layouts import Progress
 
 @dataclass(frozen=True)
 class BackendOrder:
-    bundle: Bundle
-    layout: Layout  # where the bundle's weights are kept, as the factory's `layout` says
+    """A backend to make: what was found out about its bundle, and what was chosen."""
+
+    facts: BundleFacts
     config: LoadConfig
     configuration: Configuration
-    progress: Progress | None
-    device: Device = CPU
-    settings: TunedSettings = UNTUNED
+    progress: Progress | None = None
     room: int | None = None  # bytes of the weights that the system can keep in memory; None where it keeps all
 
     @property
+    def bundle(self) -> Bundle:
+        return self.facts.bundle
+
+    @property
+    def layout(self) -> Layout:
+        return self.facts.layout
+
+    @property
+    def device(self) -> Device:
+        return self.facts.device
+
+    @property
     def threads(self) -> int:
-        return thread_count(self.config, self.settings)
+        return self.facts.threads
 
     @property
     def affinity(self) -> str:
         """Processors of these threads, as onnxruntime takes them; "" leaves them to the system."""
-        return self.settings.affinity
+        return self.facts.settings.affinity
 
 
 class BackendFactory(ABC):
     """Makes a backend, and says what it can do."""
 
-    # `modes_differ`, `loads_experts`: see `planning.plan_input.PlanInput`.
+    # As `planning.facts.BundleFacts` has them.
     modes_differ: ClassVar[bool] = False
     loads_experts: ClassVar[bool] = False
-    tunes: ClassVar[tuple[str, ...]] = ()  # names of the fields of `TunedSettings` that change how fast it is
+    tunes: ClassVar[tuple[str, ...]] = ()
     graphs: ClassVar[Graphs] = "none"  # the backend runs on onnxruntime, which decides about devices other than the CPU
     adapts: ClassVar[bool] = False
+
+    def facts(self, name: str, bundle: Bundle, config: LoadConfig) -> BundleFacts:
+        """All that loading and planning ask about a bundle."""
+        device = self.device(config)
+        layout = self.layout(bundle, config, device)
+        return BundleFacts(
+            name,
+            bundle,
+            layout,
+            drafter=None,
+            kv_types=self.kv_types(bundle, layout),
+            weights_modes=weights_modes_on(device, self.weights_modes(bundle, layout)),
+            tokenizer=self.tokenizer_mode(bundle),
+            threads=thread_count(config),
+            memory=memory_on(device, self.memory(bundle, layout, device, config), cache=self.graphs == "ordinary"),
+            modes_differ=self.modes_differ,
+            loads_experts=self.loads_experts,
+            most_drafted=self.most_drafted(bundle),
+            head_apart=self.head_apart(bundle, layout),
+            device=device,
+            offload=self.offload(bundle, device, config),
+            weights_place=self.weights_place(bundle, layout),
+            tunes=self.tunes,
+            engine=lambda: self.engine() if device.on_cpu else f"{self.engine()} on {device.name}",
+            kernel=lambda: self.kernel(bundle, layout),
+        )
 
     def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
         """The layout of a bundle's weights that it will run on a device."""
@@ -76,7 +120,7 @@ class BackendFactory(ABC):
         return ("packed",)
 
     def weights_place(self, bundle: Bundle, layout: Layout) -> Path | None:
-        """As `planning.plan_input.PlanInput` has it."""
+        """As `planning.facts.BundleFacts` has it."""
         return None
 
     @abstractmethod
@@ -84,10 +128,10 @@ class BackendFactory(ABC):
         """The later `Backend.kernel`."""
 
     @abstractmethod
-    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
         """Memory of a bundle."""
 
-    def offload(self, choice: BackendChoice, config: LoadConfig) -> Callable[[Configuration], int] | None:
+    def offload(self, bundle: Bundle, device: Device, config: LoadConfig) -> Callable[[Configuration], int] | None:
         """Counts the layers that run on a graphics processor; None without one."""
         return None
 

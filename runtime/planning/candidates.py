@@ -14,7 +14,7 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import ContextLengthError, Setting, UsageError
 from edgeinfer.core.options import format_size
 from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.runtime.planning.plan_input import Configuration, GrammarMode, PlanInput
+from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, GrammarMode
 from edgeinfer.runtime.weights.experts import ExpertBytes
 from edgeinfer.runtime.weights.streaming import layer_runs, window_bytes
 
@@ -41,7 +41,7 @@ def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
 
 
 def configurations(
-    plan_input: PlanInput,
+    facts: BundleFacts,
     config: LoadConfig,
     drafts: Sequence[Drafting],
     keep: Literal["all", "whole", "modest"] = "all",
@@ -52,17 +52,15 @@ def configurations(
         keep: "whole" are those that give up nothing, or only part of a context longer than usual that was not
             requested; "modest" those with every concession, whatever their weights: one of them takes the least.
     """
-    contexts, weights = _contexts(plan_input.manifest, config), weights_ways(plan_input, config)
-    chunks = (config.prefill_chunk,) if config.prefill_chunk else _chunks(plan_input)
+    contexts, weights = _contexts(facts.manifest, config), weights_ways(facts, config)
+    chunks = (config.prefill_chunk,) if config.prefill_chunk else _chunks(facts)
     grammars: tuple[GrammarMode, ...] = ("sliced", "plain") if config.structured else ("none",)
     cut = {"all": slice(None), "whole": slice(1), "modest": slice(-1, None)}[keep]
     if keep == "whole":
         contexts, weights = contexts[:1] + tuple(size for size in contexts[1:] if size >= USUAL_CONTEXT), weights[:1]
     elif keep == "modest":
         contexts = contexts[-1:]
-    ways = itertools.product(
-        contexts, _kv_types(plan_input, config)[cut], weights, drafts[cut], chunks[cut], grammars[cut]
-    )
+    ways = itertools.product(contexts, _kv_types(facts, config)[cut], weights, drafts[cut], chunks[cut], grammars[cut])
     for context, kv, way, (drafters, most, draft_model), chunk, mode in ways:
         configuration = Configuration(
             context=context,
@@ -72,13 +70,13 @@ def configurations(
             window_layers=way.window_layers,
             drafters=drafters,
             draft_max=most,
-            tokenizer=plan_input.tokenizer,
+            tokenizer=facts.tokenizer,
             expert_bytes=way.expert_bytes,
             draft_model=draft_model,
             grammars=mode,
             kept_layers=way.kept_layers,
         )
-        yield plan_input.placed(configuration)
+        yield facts.placed(configuration)
 
 
 class Drafting(NamedTuple):
@@ -96,7 +94,7 @@ class WeightsWay(NamedTuple):
     kept_layers: int = 0
 
 
-def draft_configuration(drafter: PlanInput, target: Configuration, expert_count: int | None = None) -> Configuration:
+def draft_configuration(drafter: BundleFacts, target: Configuration, expert_count: int | None = None) -> Configuration:
     """Configure a draft model, which shares the tokenizer with its target; `expert_count` None leaves
     that to the model."""
     return Configuration(
@@ -120,17 +118,17 @@ def _contexts(manifest: Manifest, config: LoadConfig) -> tuple[int, ...]:
     return (context, *(size for size in halved if _SMALLEST_CONTEXT <= size < context))
 
 
-def _kv_types(plan_input: PlanInput, config: LoadConfig) -> tuple[str, ...]:
+def _kv_types(facts: BundleFacts, config: LoadConfig) -> tuple[str, ...]:
     if config.kv is not None:
-        if config.kv not in plan_input.kv_types:
-            known = ", ".join(plan_input.kv_types)
-            message = f"{plan_input.manifest.name} cannot use a KV cache of type {config.kv} here, only {known}."
+        if config.kv not in facts.kv_types:
+            known = ", ".join(facts.kv_types)
+            message = f"{facts.manifest.name} cannot use a KV cache of type {config.kv} here, only {known}."
             raise UsageError(message, "Choose one of these, or leave " + Setting("kv") + " out.")
         return (config.kv,)
     # More bits than usual are for comparisons: only who asks gets them.
-    most = find_kv_type(plan_input.kv_types[0]).bits
-    fewer = (kv for kv in plan_input.kv_types[1:] if find_kv_type(kv).bits <= most)
-    return (plan_input.kv_types[0], *(kv for kv in fewer if not doubt_of_cache(plan_input.manifest, kv)))
+    most = find_kv_type(facts.kv_types[0]).bits
+    fewer = (kv for kv in facts.kv_types[1:] if find_kv_type(kv).bits <= most)
+    return (facts.kv_types[0], *(kv for kv in fewer if not doubt_of_cache(facts.manifest, kv)))
 
 
 def added_by_cache(manifest: Manifest, kv: str) -> float | None:
@@ -151,60 +149,60 @@ def doubt_of_cache(manifest: Manifest, kv: str) -> str:
     return f"it adds {added:.3g}, {most}" if added > MOST_ADDED else ""
 
 
-def _chunks(plan_input: PlanInput) -> tuple[int, ...]:
+def _chunks(facts: BundleFacts) -> tuple[int, ...]:
     """Chunk sizes, the tuned or usual one first."""
-    tuned = plan_input.settings.prefill_chunk
+    tuned = facts.settings.prefill_chunk
     return _CHUNKS if tuned is None else (tuned, *(size for size in _CHUNKS if size < tuned))
 
 
-def weights_ways(plan_input: PlanInput, config: LoadConfig) -> tuple[WeightsWay, ...]:
+def weights_ways(facts: BundleFacts, config: LoadConfig) -> tuple[WeightsWay, ...]:
     """Where the weights may be, from no concession to the largest; UsageError as of `configurations`."""
-    modes = plan_input.weights_modes
+    modes = facts.weights_modes
     if config.weights is not None:
         if config.weights not in modes:
-            message = f"{plan_input.manifest.name} cannot run with {config.weights} weights here."
+            message = f"{facts.manifest.name} cannot run with {config.weights} weights here."
             in_place = modes[0] == "mapped" and config.weights == "packed"
             why = "They are used in place, which is called mapped." if in_place else ""
             raise UsageError(message, f"{why} Choose one of {', '.join(modes)}.".strip())
         modes = (config.weights,)
     elif config.expert_memory is not None:
         if "experts" not in modes:
-            message = f"{plan_input.manifest.name} cannot load experts on demand here."
+            message = f"{facts.manifest.name} cannot load experts on demand here."
             raise UsageError(message, "Leave " + Setting("expert_memory") + " out.")
         modes = ("experts",)
-    elif plan_input.settings.weights in modes:
-        modes = (plan_input.settings.weights, *(mode for mode in modes if mode != plan_input.settings.weights))
+    elif facts.settings.weights in modes:
+        modes = (facts.settings.weights, *(mode for mode in modes if mode != facts.settings.weights))
     found: list[WeightsWay] = []
     for mode in modes:
         if mode == "streamed":
-            found += _streamed(plan_input)
+            found += _streamed(facts)
         elif mode == "experts":
-            found += [WeightsWay(mode, expert_bytes=size) for size in _expert_bytes(plan_input, config)]
+            found += [WeightsWay(mode, expert_bytes=size) for size in _expert_bytes(facts, config)]
         else:
             found.append(WeightsWay(mode))
     return tuple(found)
 
 
-def _streamed(plan_input: PlanInput) -> Iterator[WeightsWay]:
-    layers = plan_input.manifest.geometry.num_layers
+def _streamed(facts: BundleFacts) -> Iterator[WeightsWay]:
+    layers = facts.manifest.geometry.num_layers
     windows = [window for window in _WINDOWS if window < layers] or [1]
     yield from (WeightsWay("streamed", window) for window in windows)
-    if plan_input.layout == NATIVE and windows[0] < layers:
+    if facts.layout == NATIVE and windows[0] < layers:
         # With all layers in memory the kernel streams the head alone. Who asks for streaming means more than that.
         yield WeightsWay("streamed", layers)
         counts = dict.fromkeys(math.ceil(layers * share) for share in _STREAMED_SHARES)
         kept = [layers - count for count in counts if count < layers]
         # Of small layers nothing is whole pieces of the file, and only whole pieces are dropped.
-        runs = layer_runs(tensors_in(plan_input.manifest, NATIVE))
+        runs = layer_runs(tensors_in(facts.manifest, NATIVE))
         yield from (WeightsWay("streamed", 1, kept_layers=each) for each in kept if all(window_bytes(runs, 1, each)))
 
 
-def _expert_bytes(plan_input: PlanInput, config: LoadConfig) -> tuple[int, ...]:
+def _expert_bytes(facts: BundleFacts, config: LoadConfig) -> tuple[int, ...]:
     """How much of the experts may stay in memory, from most to least."""
-    takes = ExpertBytes.of(plan_input.manifest.decoder, tensors_in(plan_input.manifest, plan_input.layout))
+    takes = ExpertBytes.of(facts.manifest.decoder, tensors_in(facts.manifest, facts.layout))
     if config.expert_memory is not None:
         if config.expert_memory < takes.least:
-            message = f"{plan_input.manifest.name} cannot run with {format_size(config.expert_memory)} of experts."
+            message = f"{facts.manifest.name} cannot run with {format_size(config.expert_memory)} of experts."
             raise UsageError(
                 message,
                 "Use at least " + Setting("expert_memory", format_size(takes.least, up=True).replace(" ", "")) + ".",

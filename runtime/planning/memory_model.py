@@ -14,7 +14,7 @@ from edgeinfer.bundle.peft import adapter_bytes
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.candidates import draft_configuration
-from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, PlanInput
+from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, Footprint
 from edgeinfer.runtime.system.memory import ProcessMemory
 
 # Terms of the process around the model.
@@ -41,9 +41,9 @@ class MemoryModel:
     """Bytes of a model's configurations, in a process that may grow by `reserve` before the model is loaded."""
 
     def __init__(
-        self, plan_input: PlanInput, config: LoadConfig, process: ProcessMemory, reserve: int = RESERVE_BYTES
+        self, facts: BundleFacts, config: LoadConfig, process: ProcessMemory, reserve: int = RESERVE_BYTES
     ) -> None:
-        self._input = plan_input
+        self._input = facts
         self._config = config
         self.process = process
         self._reserve = reserve
@@ -53,20 +53,20 @@ class MemoryModel:
 
     def footprint(self, configuration: Configuration) -> Footprint:
         """The largest this process will be from loading on."""
-        config, plan_input, manifest = self._config, self._input, self._input.manifest
-        options = plan_input.option_bytes
+        config, facts, manifest = self._config, self._input, self._input.manifest
+        options = facts.option_bytes
         assert options is not None, "whoever plans a target says what options take"
         c = configuration
         # Static bundles copy weights for each graph that drafts and prompts need.
         where = c.weights, c.window_layers, c.kept_layers, c.expert_bytes, c.gpu_layers
         key = *where, c.prefill_chunk, c.draft_max
         if key not in self._weights:
-            self._weights[key] = plan_input.memory.weights(configuration)
+            self._weights[key] = facts.memory.weights(configuration)
         running = (
             self._outside(running=True)
             + self._weights[key]
-            + plan_input.memory.running(configuration)
-            + plan_input.memory.tokenizer(configuration.tokenizer, used=True)
+            + facts.memory.running(configuration)
+            + facts.memory.tokenizer(configuration.tokenizer, used=True)
         )
         running += self._drafting(configuration)
         if self._adapters:
@@ -90,20 +90,20 @@ class MemoryModel:
         return self._drafting(configuration).total(self._config.counted)
 
     def _drafting(self, configuration: Configuration) -> Footprint:
-        config, plan_input = self._config, self._input
-        options, found = plan_input.option_bytes, Footprint({}, {})
+        config, facts = self._config, self._input
+        options, found = facts.option_bytes, Footprint({}, {})
         assert options is not None, "whoever plans a target says what options take"
         if configuration.draft_max:
             # Side by side all replies have drafters besides the model's, which go on with what a lone one said.
             batch = config.parallel * options.drafting_in_batch(configuration) if config.parallel > 1 else 0
             # Passes that others share, or that are cut into windows, give all logits at once.
-            apart = plan_input.head_apart and config.parallel == 1 and configuration.weights not in _CUT
-            own = options.drafting(plan_input.bundle, configuration, apart)
+            apart = facts.head_apart and config.parallel == 1 and configuration.weights not in _CUT
+            own = options.drafting(facts.bundle, configuration, apart)
             found += Footprint({"drafting": own + batch}, {})
         if configuration.draft_model:
-            assert plan_input.drafter is not None, "only a draft model that is there can be chosen"
+            assert facts.drafter is not None, "only a draft model that is there can be chosen"
             # Loaded without drafting, it takes turns with its target (runtime/layer_skip).
-            found += self._drafter(plan_input.drafter, configuration)
+            found += self._drafter(facts.drafter, configuration)
         return found
 
     def _sequence(self, running: Footprint, configuration: Configuration) -> int:
@@ -127,7 +127,7 @@ class MemoryModel:
         config = dataclasses.replace(self._config, prefix_cache=cap)
         return cap, MemoryModel(self._input, config, self.process, self._reserve).footprint(configuration)
 
-    def _drafter(self, drafter: PlanInput, target: Configuration) -> Footprint:
+    def _drafter(self, drafter: BundleFacts, target: Configuration) -> Footprint:
         """A draft model, which shares the tokenizer with its target, and code if they have one backend."""
         own = draft_configuration(drafter, target)
         if own not in self._drafters:

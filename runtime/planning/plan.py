@@ -13,8 +13,8 @@ from edgeinfer.bundle.layouts import Layout
 from edgeinfer.core.errors import BudgetError
 from edgeinfer.core.options import format_size
 from edgeinfer.core.records import dataclass
+from edgeinfer.runtime.planning.facts import Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import OUTSIDE
-from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import DiskReads, Speed
 
 # Of the best speed, what counts as keeping it.

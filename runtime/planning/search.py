@@ -24,9 +24,9 @@ from edgeinfer.runtime.planning.candidates import (
     configurations,
     doubt_of_cache,
 )
+from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan, SpeedCurve, WayToRun, speed_curve
-from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, PlanInput
 from edgeinfer.runtime.planning.speed_model import Speed, SpeedModel
 from edgeinfer.runtime.system.machine import machine_memory
 
@@ -36,13 +36,13 @@ _MODEL = ""
 
 
 def drafting_ways(
-    plan_input: PlanInput, config: LoadConfig, memory: MemoryModel, speed: SpeedModel
+    facts: BundleFacts, config: LoadConfig, memory: MemoryModel, speed: SpeedModel
 ) -> tuple[Drafting, ...]:
     """All ways to draft that the caller left open, from no concession to the largest."""
-    names, present = drafters_in(config.speculation), plan_input.drafter is not None
-    most = plan_input.most_drafted
+    names, present = drafters_in(config.speculation), facts.drafter is not None
+    most = facts.most_drafted
     if most == 0 and (config.speculation not in ("auto", "off") or config.draft_model not in (None, NO_DRAFT_MODEL)):
-        message = f"Drafts of {plan_input.manifest.name} cannot be taken back: llama.cpp keeps one state of its layers."
+        message = f"Drafts of {facts.manifest.name} cannot be taken back: llama.cpp keeps one state of its layers."
         raise UsageError(message, "Use " + Setting("speculation", "off") + ", or export the checkpoint to ONNX.")
     if most == 0:
         return (Drafting((), 0, False),)
@@ -54,7 +54,7 @@ def drafting_ways(
         lengths = tuple(dict.fromkeys(min(length, most) for length in lengths))
     # A draft model was given to be used; one that is part of the bundle may be given up.
     given = config.draft_model not in (None, NO_DRAFT_MODEL)
-    first = next(configurations(plan_input, config, (Drafting(names, lengths[0], present),)))
+    first = next(configurations(facts, config, (Drafting(names, lengths[0], present),)))
     # What goes first does not depend on how long a context there is room for.
     first = dataclasses.replace(first, context=min(first.context, USUAL_CONTEXT))
     kept = [(names, present), *_fewer(first, memory, speed, model_stays=given)]
@@ -114,7 +114,7 @@ class _Candidate:
 
 
 def search(
-    plan_input: PlanInput,
+    facts: BundleFacts,
     config: LoadConfig,
     memory: MemoryModel,
     speed: SpeedModel,
@@ -127,20 +127,20 @@ def search(
     """Find the plan for a request; without a budget, the one that gives up nothing but context. A context longer than
     usual may take `free` bytes if none was requested. `among` limits the choice; `hints` say what would fit where
     nothing does, which takes longer than the search."""
-    drafts = drafting_ways(plan_input, config, memory, speed)
-    ways = [*filter(among, configurations(plan_input, config, drafts))] if config.memory or all_ways else []
-    ways = ways or [*filter(among, configurations(plan_input, config, drafts, "whole"))]
+    drafts = drafting_ways(facts, config, memory, speed)
+    ways = [*filter(among, configurations(facts, config, drafts))] if config.memory or all_ways else []
+    ways = ways or [*filter(among, configurations(facts, config, drafts, "whole"))]
     first, whole = ways[0], speed.speed(ways[0])
     asked = config.context is not None or config.memory is not None
     choice = _Choice(config.memory, None if asked else free, _worth(speed, first))
     # Of all that are open, the smallest is one of the most modest.
-    modest = () if all_ways or among is not None else configurations(plan_input, config, drafts, "modest")
+    modest = () if all_ways or among is not None else configurations(facts, config, drafts, "modest")
     chosen, every = _chosen(ways, tuple(modest), choice, lambda each: _candidate(each, memory, config))
     promised = functools.reduce(Speed.at_most, (speed.speed(each) for each in choice.beyond(chosen, every)))
     prefix_cache, footprint = _with_rows(chosen, config, memory)
     plan = MemoryPlan(
         configuration=chosen.configuration,
-        layout=plan_input.layout,
+        layout=facts.layout,
         overflow=config.overflow,
         prefix_cache=prefix_cache,
         parallel=config.parallel,
@@ -149,18 +149,18 @@ def search(
         footprint=footprint,
         speed=promised,
         minimum_bytes=min(each.bytes for each in every),
-        given_up=_given_up(first, chosen.configuration, plan_input.manifest),
-        not_chosen={kv: why for kv in plan_input.kv_types if (why := doubt_of_cache(plan_input.manifest, kv))},
-        threads=plan_input.threads,
-        tuned=_tuned(plan_input, chosen.configuration),
-        device=plan_input.device.name,
-        device_note=plan_input.device_note,
+        given_up=_given_up(first, chosen.configuration, facts.manifest),
+        not_chosen={kv: why for kv in facts.kv_types if (why := doubt_of_cache(facts.manifest, kv))},
+        threads=facts.threads,
+        tuned=_tuned(facts, chosen.configuration),
+        device=facts.device.name,
+        device_note=facts.device_note,
         disk=speed.disk(chosen.configuration),
     )
     if (share := promised.tokens_per_second / whole.tokens_per_second) < _NOTICED:
         plan = dataclasses.replace(plan, given_up=(*plan.given_up, f"{1 - share:.0%} of the speed"))
     if hints and not plan.fits:
-        plan = dataclasses.replace(plan, hints=tuple(_hints(plan_input, config, memory, speed, plan)))
+        plan = dataclasses.replace(plan, hints=tuple(_hints(facts, config, memory, speed, plan)))
     if all_ways:
         alternatives = tuple(_alternatives(chosen, every, choice, lambda each: speed.speed(each).at_most(whole)))
         plan = dataclasses.replace(plan, alternatives=alternatives, curve=_curve(chosen, every, choice, speed))
@@ -271,9 +271,9 @@ def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration]
     return worth
 
 
-def _tuned(plan_input: PlanInput, chosen: Configuration) -> tuple[str, ...]:
+def _tuned(facts: BundleFacts, chosen: Configuration) -> tuple[str, ...]:
     """Names of the tuned settings that the plan kept."""
-    settings = plan_input.settings
+    settings = facts.settings
     # A chunk is never longer than the context.
     cut = settings.prefill_chunk is not None and chosen.prefill_chunk < min(settings.prefill_chunk, chosen.context)
     given_way = {"prefill_chunk"} if cut else set()
@@ -335,7 +335,7 @@ _FREED: tuple[_Freed, ...] = (
 
 
 def _hints(
-    plan_input: PlanInput, config: LoadConfig, memory: MemoryModel, speed: SpeedModel, plan: MemoryPlan
+    facts: BundleFacts, config: LoadConfig, memory: MemoryModel, speed: SpeedModel, plan: MemoryPlan
 ) -> Iterable[str]:
     """Options that would let the request fit in less memory if left open, with that size."""
     for name, free, given in _FREED:
@@ -343,7 +343,7 @@ def _hints(
             continue
         freed = free(config)
         alone = freed.draft_model is None and not drafters_in(freed.speculation)
-        open_input = dataclasses.replace(plan_input, drafter=None) if alone else plan_input
+        open_input = dataclasses.replace(facts, drafter=None) if alone else facts
         model = MemoryModel(open_input, freed, memory.process)
         modest = configurations(open_input, freed, drafting_ways(open_input, freed, model, speed), "modest")
         least = min(_candidate(each, model, freed).bytes for each in modest)

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from edgeinfer.bundle.geometry import FLOAT32, Geometry
+from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.packing import find_expert
+from edgeinfer.bundle.tables import tensors_in
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.planning.plan_input import Configuration
-from edgeinfer.runtime.profile.costs import PassCosts, Prospect, asking_ms, asking_pays, decoding_rate
+from edgeinfer.runtime.planning.candidates import weights_ways
+from edgeinfer.runtime.planning.facts import BundleFacts, Configuration
+from edgeinfer.runtime.profile.costs import PassCosts, Prospect, asking_ms, asking_pays, decoding_rate, prospects_by
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
+from edgeinfer.runtime.profile.drafting import DRAFTED, TunedDrafting, drafter_records
+from edgeinfer.runtime.weights.disk_rate import kept_rate
 from edgeinfer.runtime.weights.experts import ExpertBytes
-from edgeinfer.runtime.weights.streaming import Run, dropped_windows, window_bytes
+from edgeinfer.runtime.weights.streaming import (
+    Run,
+    dropped_windows,
+    layer_runs,
+    pass_bytes,
+    reread_ms,
+    window_bytes,
+)
 
 # A turn of a chat, by which configurations are compared: so many new tokens of prompt, so many of reply.
 TURN_TOKENS, REPLY_TOKENS = 64, 128
@@ -66,6 +84,11 @@ class Pace:
     round_ms: float  # of a round that drafts, besides its pass
     prospects: Sequence[Prospect]  # of the drafters that "auto" asks, in the order in which it asks them
     token_ms: float = 0.0  # of a token besides its round
+
+    def timed(self, ms: Callable[[int, float], float]) -> Pace:
+        """This pace with other milliseconds of passes, of their rows and what they take now."""
+        points = tuple((rows, ms(rows, each)) for rows, each in self.passes.points)
+        return replace(self, passes=PassCosts(points, self.passes.step))
 
 
 @dataclass(frozen=True)
@@ -169,13 +192,10 @@ class SpeedModel:
         pace, disk = self._pace_in_memory(configuration), self.disk(configuration)
         if disk is None:
             return pace
-        points = []
-        for rows, ms in pace.passes.points:
-            disk_ms = disk.pass_ms(configuration, rows)
-            # Passes that were timed here may have read as much.
-            points.append((rows, max(ms, disk_ms) if pace.measured else ms + disk_ms))
-        measured = pace.measured and disk.rate is not None
-        return replace(pace, passes=PassCosts(tuple(points), pace.passes.step), measured=measured)
+        measured, read = pace.measured and disk.rate is not None, functools.partial(disk.pass_ms, configuration)
+        # Passes that were timed here may have read as much.
+        slowed = pace.timed(lambda rows, ms: max(ms, read(rows)) if pace.measured else ms + read(rows))
+        return replace(slowed, measured=measured)
 
     def _round_ms(self, pace: Pace, configuration: Configuration) -> tuple[float, float]:
         """Milliseconds of rounds per token where drafting is used wherever it pays, and of asking in vain where it
@@ -200,3 +220,150 @@ def _chunk_ms(pace: Pace, chunk: int) -> float:
     """Milliseconds of a prompt chunk; beyond measured sizes a row costs what it does in the largest."""
     largest = pace.passes.largest
     return pace.passes.ms(chunk) if chunk <= largest else pace.passes.ms(largest) * chunk / largest
+
+
+class Profiles(Protocol):
+    """Opens what was measured and learnt of one way of running a model on this device."""
+
+    def __call__(self, variant: str, *, draft_model: bool) -> DeviceProfile:
+        """The profile of a variant, with or without the draft model."""
+
+
+def speed_model(facts: BundleFacts, profiles: Profiles) -> SpeedModel:
+    """Predicts the pace of a model from what is known of it on this device.
+
+    All speeds rest on one reference: the usual variant where it was measured, another where only that was, less what it
+    reads again, or a guess. So does what drafts are expected to do, of which no variant knows more. A variant that
+    never ran here is taken to run as the reference; streaming adds what the bytes that it reads again take, another
+    type of cache what its rows take. Of experts those are the share that is not in memory, as if all were chosen alike.
+    """
+    tensors = tensors_in(facts.manifest, facts.layout)
+    experts = ExpertBytes.of(facts.manifest.decoder, tensors)
+    geometry, pages = facts.manifest.geometry, pass_bytes(tensors)
+    arrays = sum(find_expert(t.name) is None for t in tensors)
+    read = _Read(pages, layer_runs(tensors), arrays, pass_bytes(t for t in tensors if t.name == "head"))
+    known: dict[tuple[str, bool], Pace] = {}
+
+    @functools.cache
+    def pace(variant: str, draft_model: bool) -> Pace:
+        return _pace(facts, profiles(variant, draft_model=draft_model), experts)
+
+    def again_ms(configuration: Configuration, rows: int) -> float:
+        """Milliseconds that reading weights again adds to a pass."""
+        kept, needed = configuration.expert_bytes, experts.needed(rows)
+        if configuration.window_layers:
+            return _streamed_again_ms(configuration, read, (pages - experts.total + needed) / pages)
+        return reread_ms((1 - kept / experts.total) * needed) if kept else 0.0
+
+    usual_kv, reference, best = _reference(facts, pace, again_ms)
+
+    def pace_of(configuration: Configuration) -> Pace:
+        key = facts.variant(configuration), configuration.draft_model
+        if key not in known:
+            variant, draft_model = key
+            # A draft model in memory changes what passes cost less than anything else does.
+            near = next((each for each in (key, (variant, not draft_model)) if pace(*each).measured), None)
+            own = best if near is None else pace(*near)
+            row_ms = cache_ms(geometry, configuration.kv) - cache_ms(geometry, usual_kv)
+            if near is None:
+                own = own.timed(lambda rows, ms: max(LEAST_MS, ms + rows * row_ms) + again_ms(configuration, rows))
+            elif best.measured:
+                rereads = configuration.window_layers > 0 or configuration.expert_bytes > 0
+                own = _scaled(own, max(LEAST_MS, best.passes.ms(1) + row_ms), rereads=rereads)
+            # Choosing a token takes the same in all variants, so one of them decides for all.
+            token_ms = _token_ms(facts, [profiles(v, draft_model=d) for v, d in (reference, near or reference)])
+            known[key] = replace(own, measured=near == key, prospects=best.prospects, token_ms=token_ms)
+        return known[key]
+
+    rate = kept_rate(facts.weights_place or facts.bundle.path)
+    # Packed layers are scattered over their file, so what goes of them is left to the system, as of mapped weights.
+    layers = read.layers if facts.layout == NATIVE else ()
+    return SpeedModel(pace_of, DiskReads(rate, pages - experts.total, experts, layers))
+
+
+class _Read(NamedTuple):
+    """What passes read of the weights: bytes in all, places of the layers, arrays but those of experts, and bytes of
+    the head."""
+
+    bytes: int
+    layers: tuple[Run, ...]
+    arrays: int
+    head: int
+
+
+def _streamed_again_ms(configuration: Configuration, read: _Read, share: float) -> float:
+    """Milliseconds that reading streamed weights again adds; `share` is of all bytes, without experts not chosen."""
+    layers, window, kept = len(read.layers), configuration.window_layers, configuration.kept_layers
+    if kept:
+        sizes = window_bytes(read.layers, window, kept)
+        return reread_ms(sum(sizes) * share, round((1 - kept / layers) * read.arrays), len(sizes) * layers)
+    if window >= layers:
+        return reread_ms(read.head)
+    # The embedding and the head are windows of their own.
+    windows = 2 + -(-layers // window)
+    return reread_ms(read.bytes * share, read.arrays, windows * layers)
+
+
+def _reference(
+    facts: BundleFacts, pace: Callable[[str, bool], Pace], again_ms: Callable[[Configuration, int], float]
+) -> tuple[str, tuple[str, bool], Pace]:
+    """The reference of all speeds: a cache type, a variant, and its pace without reading weights again."""
+    for kv, key in _resident(facts):
+        if pace(*key).measured:
+            return kv, key, pace(*key)
+    for each in _rereading(facts):
+        key = facts.variant(each), each.draft_model
+        if pace(*key).measured:
+            return each.kv, key, _without(pace(*key), functools.partial(again_ms, each))
+    usual = "", facts.drafter is not None
+    return facts.kv_types[0], usual, pace(*usual)
+
+
+def _without(pace: Pace, again_ms: Callable[[int], float]) -> Pace:
+    return pace.timed(lambda rows, ms: max(LEAST_MS, ms - again_ms(rows)))
+
+
+def _resident(facts: BundleFacts) -> Iterator[tuple[str, tuple[str, bool]]]:
+    """Cache types and variants with all weights in memory, the usual first, each with and without a draft model."""
+    modes = [mode for mode in facts.weights_modes if mode not in ("streamed", "experts")]
+    for kv, weights in itertools.product(facts.kv_types, modes):
+        for draft_model in (True, False) if facts.drafter is not None else (False,):
+            yield kv, (facts.variant_of(kv, weights), draft_model)
+
+
+def _rereading(facts: BundleFacts) -> Iterator[Configuration]:
+    """Configurations that read weights again, those that read least first."""
+    ways = [way for way in weights_ways(facts, LoadConfig()) if way.window_layers or way.expert_bytes]
+    for kv, way in itertools.product(facts.kv_types, ways):
+        for draft_model in (True, False) if facts.drafter is not None else (False,):
+            c = Configuration(1, 1, kv, way.mode, way.window_layers, (), 0, facts.tokenizer, way.expert_bytes)
+            yield replace(c, kept_layers=way.kept_layers, draft_model=draft_model)
+
+
+def _scaled(own: Pace, row_ms: float, *, rereads: bool) -> Pace:
+    """A variant's pace as if it had been measured together with the usual one's. Two measurements on different days may
+    differ by more than two variants do. So only what further rows cost is the variant's own; reading again is never
+    faster."""
+    scale = row_ms / own.passes.ms(1)
+    if rereads:
+        scale = max(1.0, scale)
+    return own.timed(lambda rows, ms: ms * scale)
+
+
+def _token_ms(facts: BundleFacts, profiles: Sequence[DeviceProfile]) -> float:
+    """Milliseconds of a token besides its round, by the first profile that has them, or a guess."""
+    for profile in profiles:
+        costs = profile.costs()
+        if costs is not None and costs.drafts.token_ms is not None:
+            return costs.drafts.token_ms
+    return guessed_token_ms(facts.manifest.geometry.vocab_size)
+
+
+def _pace(facts: BundleFacts, profile: DeviceProfile, experts: ExpertBytes) -> Pace:
+    costs, options, manifest = profile.costs(), facts.option_bytes, facts.manifest
+    passes = costs.passes if costs else guessed_passes(manifest.weight_bytes - experts.total, experts.needed)
+    assert options is not None, "whoever plans a target says what drafters promise"
+    priors = options.priors(facts, TunedDrafting.of(profile, manifest.geometry.num_layers))
+    records = drafter_records(profile.arrays(DRAFTED), priors)
+    prospects = prospects_by(priors, passes.ms(1), costs.drafts.guess_ms if costs else {}, records)
+    return Pace(passes, costs is not None, costs.round_ms if costs else ROUND_MS, prospects)

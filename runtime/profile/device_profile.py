@@ -10,24 +10,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import logging
+import math
 import mmap
 import os
 import re
-import struct
-import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar, cast
+from typing import Any, BinaryIO, Self, TypeVar
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.array_file import LENGTH_BYTES, NUMPY_TYPES, encode_header, parse_index, type_name
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import storage_errors, write_file
@@ -44,24 +42,21 @@ _log = logging.getLogger("edgeinfer")
 _COSTS = "costs.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-# What numpy writes before an array of plain numbers in the order of C.
-_HEADER = re.compile(rb"\{'descr': '([<>|][biuf]\d)', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # Files of a profile, and the temporary siblings that a killed process leaves of them.
-_OURS = re.compile(r"costs\.json|[a-z0-9_-]+\.npz|\.(costs\.json|[a-z0-9_-]+\.npz)\.\w+")
+_OURS = re.compile(r"costs\.json|[a-z0-9_-]+\.safetensors|\.(costs\.json|[a-z0-9_-]+\.safetensors)\.\w+")
 # Costs are a kilobyte. The largest table of a drafter, candidates of each of 150 thousand tokens, is 5 MB.
 _MOST_COSTS_BYTES = 1 << 16
 _MOST_ARRAYS_BYTES = 32 << 20
 _MOST_PROFILE_BYTES = 64 << 20
-# What zip and numpy write about an array besides its name, twice, and about them all: 300 bytes.
-_MEMBER_BYTES = 512
 # Read at once to compare.
 _PIECE_BYTES = 1 << 16
 # Of all profiles together: every version, bundle and number of threads makes one.
 _MOST_BYTES = 256 << 20
 # Written between two looks at all profiles, by which they may be larger together for a while.
 _MOST_BEHIND_BYTES = 8 << 20
-_MOST_ARRAYS = 64
+_MOST_ARRAYS, _MOST_HEADER_BYTES = 64, 1 << 16
+_SUM = "crc32"
 
 
 def profile_folder(
@@ -166,7 +161,7 @@ class DeviceProfile:
             if not _plain(array.dtype) or not _KEY.fullmatch(key):
                 raise UsageError(f"{key!r} of {name} cannot be kept.", "Only arrays of plain numbers with names can.")
         if arrays:
-            data = _npz(arrays)
+            data = _encoded(arrays)
             self._guarded(lambda folder: self._keep(folder / file_name, data, _MOST_ARRAYS_BYTES))
         else:
             self.drop(name)
@@ -240,7 +235,7 @@ def _says(path: Path, data: bytes | memoryview) -> bool:
 def _file_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot be a name in a profile.", "Use lower-case letters, digits, - and _.")
-    return f"{name}.npz"
+    return f"{name}.safetensors"
 
 
 def _make_room(folder: Path, size: int) -> None:
@@ -256,61 +251,40 @@ def _make_room(folder: Path, size: int) -> None:
 
 
 def _plain(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind in "biuf" and dtype.isnative
+    return dtype.isnative and dtype in NUMPY_TYPES.values()
 
 
-def _npz(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
-    """What numpy.savez writes, without pickles and whatever the names are. It lies in a mapping of its own, which goes
-    back to the system as soon as nothing refers to it. Blocks of the C library of this size would be left behind in the
-    heap of every thread that ever saved, as long as replies keep what is freed."""
-    size = _MEMBER_BYTES + sum(_MEMBER_BYTES + 2 * len(key) + array.nbytes for key, array in arrays.items())
-    buffer = mmap.mmap(-1, size)
-    with zipfile.ZipFile(cast(BinaryIO, buffer), "w", zipfile.ZIP_STORED) as archive:
-        for key, array in arrays.items():
-            stored = np.asarray(array, order="C")
-            with archive.open(f"{key}.npy", "w", force_zip64=True) as file:
-                npy.write_array_header_1_0(file, npy.header_data_from_array_1_0(stored))
-                file.write(stored.reshape(-1).view(np.uint8).data)
-    return memoryview(buffer)[: buffer.tell()]
+def _encoded(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
+    """A file of arrays. It lies in a mapping of its own, which goes back to the system as soon as nothing refers to it.
+    Blocks of the C library of this size would be left behind in the heap of every thread that ever saved, as long as
+    replies keep what is freed."""
+    pieces = [np.asarray(array, order="C").reshape(-1).view(np.uint8).data for array in arrays.values()]
+    shapes = {key: (type_name(array.dtype), array.shape) for key, array in arrays.items()}
+    header = encode_header(shapes, {_SUM: _checksum(pieces)})
+    buffer = mmap.mmap(-1, len(header) + sum(map(len, pieces)))
+    for piece in (header, *pieces):
+        buffer.write(piece)
+    return memoryview(buffer)
 
 
 def _read_arrays(file: BinaryIO) -> dict[str, NDArray[Any]]:
-    data = file.read()
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = archive.infolist()
-    if len(members) > _MOST_ARRAYS or sum(member.file_size for member in members) > _MOST_ARRAYS_BYTES:
-        raise StorageError("it holds too much")
-    arrays = {}
-    for member in members:
-        key, suffix = member.filename[:-4], member.filename[-4:]
-        # Ours are stored as they are; a compressed one could be far larger than its file.
-        if member.compress_type != zipfile.ZIP_STORED or suffix != ".npy" or not _KEY.fullmatch(key):
-            raise StorageError(f"it holds {member.filename!r}")
-        arrays[key] = _read_array(_stored(data, member))
+    data = memoryview(file.read())
+    index = parse_index(bytes(data[: _MOST_HEADER_BYTES + LENGTH_BYTES]), len(data), _MOST_HEADER_BYTES)
+    if len(index.arrays) > _MOST_ARRAYS or index.notes != {_SUM: _checksum([data[len(index.header) :]])}:
+        raise StorageError("it is damaged")
+    arrays: dict[str, NDArray[Any]] = {}
+    for each in index.arrays:
+        if not _KEY.fullmatch(each.name) or each.dtype not in NUMPY_TYPES:
+            raise StorageError(f"it holds {each.name!r}")
+        found = np.frombuffer(data, NUMPY_TYPES[each.dtype], math.prod(each.shape), each.offset)
+        if each.dtype == "BOOL" and (found.view(np.uint8) > 1).any():
+            raise StorageError("a boolean array holds other values")
+        arrays[each.name] = found.reshape(each.shape).copy()
     return arrays
 
 
-def _stored(data: bytes, member: zipfile.ZipInfo) -> memoryview:
-    """The bytes of an uncompressed member: reading members as files takes a millisecond each."""
-    name, extra = struct.unpack_from("<HH", data, member.header_offset + 26)  # behind the local header of 30 bytes
-    start = member.header_offset + 30 + name + extra
-    found = memoryview(data)[start : start + member.file_size]
-    if len(found) != member.file_size or zlib.crc32(found) != member.CRC:
-        raise StorageError(f"{member.filename!r} is damaged")
-    return found
-
-
-def _read_array(data: memoryview) -> NDArray[Any]:
-    """Read a .npy file whose header must describe exactly its contents."""
-    if bytes(data[:8]) != npy.magic(1, 0):
-        raise StorageError("an array is of another format")
-    begin = 10 + int.from_bytes(data[8:10], "little")
-    header = _HEADER.fullmatch(bytes(data[10:begin]))
-    dtype = np.dtype(header[1].decode()) if header else None
-    if header is None or dtype is None or not _plain(dtype):
-        raise StorageError("an array is not of plain numbers")
-    shape = tuple(int(size) for size in header[2].split(b",") if size.strip())
-    array: NDArray[Any] = np.frombuffer(data, dtype, offset=begin).reshape(shape).copy()
-    if dtype.kind == "b" and (array.view(np.uint8) > 1).any():
-        raise StorageError("a boolean array holds other values")
-    return array
+def _checksum(pieces: Iterable[memoryview]) -> str:
+    total = 0
+    for piece in pieces:
+        total = zlib.crc32(piece, total)
+    return f"{total:08x}"

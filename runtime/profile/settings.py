@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 import os
 import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from edgeinfer.bundle.layouts import Layout
-from edgeinfer.bundle.store import Bundle
-from edgeinfer.bundle.strict_json import MisfitError, read_whole
-from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.records import dataclass
-from edgeinfer.core.user_files import make_private, user_cache, written
 from edgeinfer.core.version import VERSION
+from edgeinfer.runtime.profile.kept import KeptFiles
 from edgeinfer.runtime.system.machine import processor_name, usable_cores, usable_processors
 
 # Of WEIGHTS_MODES: the others are concessions to a budget.
@@ -89,7 +82,7 @@ class TunedSettings:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the settings that differ from the usual ones."""
-        return tuple(name for name, value in self.to_dict().items() if value not in (None, ""))
+        return tuple(name for name, value in dataclasses.asdict(self).items() if value not in (None, ""))
 
     def left_open_by(self, config: LoadConfig, proved_with: int) -> TunedSettings:
         """Settings that the caller left open; with other threads than `proved_with`, they were not measured."""
@@ -103,27 +96,8 @@ class TunedSettings:
             weights=None if own_weights else self.weights,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Converts it to JSON's types."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Takes back what `to_dict` gave; UsageError where anything is unknown, missing or impossible."""
-        try:
-            return read_whole(cls, data)
-        except MisfitError as misfit:
-            raise UsageError(f"Tuned settings are not as expected: {str(misfit)[:80]}.") from misfit
-
 
 UNTUNED = TunedSettings()
-
-
-def model_digest(bundle: Bundle, layout: Layout, backend: str, device: str, exact: bool) -> str:
-    """Digest of a model and of how it runs."""
-    files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
-    key = json.dumps([files, layout, backend, device, exact], sort_keys=True)
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -165,11 +139,7 @@ class Fingerprint:
         return ""
 
 
-_FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# A profile is a kilobyte; affinities of a thousand threads are ten.
-_MOST_BYTES = 1 << 16
-_MOST_KEPT = 256
 _log = logging.getLogger("edgeinfer")
 # What LoadConfig.profile says to take none.
 OFF = "off"
@@ -201,77 +171,8 @@ class TunedProfile:
         if pinned != self.threads:
             raise UsageError(f"It names processors for {pinned} threads, not for {self.threads}.")
 
-    def to_json(self) -> str:
-        return json.dumps({"format": _FORMAT} | dataclasses.asdict(self), indent=1) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
-            raise UsageError("It has another format.")
-        try:
-            return read_whole(cls, data)
-        except MisfitError as misfit:
-            raise UsageError(f"Its fields are not as expected: {str(misfit)[:80]}.") from misfit
-
-
-def kept_profile(model: str) -> Path:
-    """Path of this user's profile of a model; it need not exist."""
-    return user_cache() / "edgeinfer" / "tuned" / f"{model}.json"
-
-
-def keep_profile(profile: TunedProfile) -> Path:
-    """Keep a profile for this user's next sessions; return its path."""
-    path = kept_profile(profile.model)
-    with storage_errors(path.parent):
-        make_private(path.parent)
-        _make_room(path)
-    write_profile(profile, path)
-    return path
-
-
-def write_profile(profile: TunedProfile, path: Path) -> None:
-    """Writes a profile, whole or not at all."""
-    write_file(path, profile.to_json().encode())
-
-
-def forget_profile(model: str) -> bool:
-    """Remove the kept profile of a model; return whether there was one."""
-    path = kept_profile(model)
-    with storage_errors(path):
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-    return True
-
-
-def read_profile(path: Path) -> TunedProfile:
-    try:
-        if not path.is_file():
-            raise UsageError(f"{path} is not a file.")
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise UsageError(f"{path} is too large for a profile.")
-        return TunedProfile.from_json(data.decode("utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-    except UsageError as error:
-        if str(path) in error.message:
-            raise
-        raise UsageError(f"{path} is not an edgeinfer profile: {error.message}") from error
-    # What damage makes json raise; RecursionError of a deeply nested file.
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not an edgeinfer profile.") from error
-
-
-def _make_room(path: Path) -> None:
-    """Removes the profiles that were written longest ago beyond a number of them."""
-    others = [each for each in path.parent.glob("*.json") if each != path]
-    for old in sorted(others, key=written)[: max(0, len(others) + 1 - _MOST_KEPT)]:
-        with contextlib.suppress(OSError):
-            old.unlink()
+KEPT_SETTINGS = KeptFiles(TunedProfile, "tuned")
 
 
 def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[], Fingerprint]) -> TunedSettings:
@@ -281,14 +182,14 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
         return UNTUNED
     given = config.profile is not None
     try:
-        path = Path(config.profile) if config.profile is not None else kept_profile(model())
+        path = Path(config.profile) if config.profile is not None else KEPT_SETTINGS.path(model())
         if not given and not os.path.lexists(path):
             return UNTUNED
     except StorageError:
         # Without a home folder nothing was tuned.
         return UNTUNED
     try:
-        profile = read_profile(path)
+        profile = KEPT_SETTINGS.read(path)
         _check(profile, path, model(), here())
     except UsageError as error:
         hint = _FILE_HINT if given else _KEPT_HINT

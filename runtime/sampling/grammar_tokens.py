@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import TokenizerError, UsageError
-from edgeinfer.runtime.planning.plan_input import GrammarMode
+from edgeinfer.runtime.planning.facts import GrammarMode
 from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, TokenizerLike, bytes_of, piece_bytes, token_bytes
 

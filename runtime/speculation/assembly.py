@@ -11,12 +11,12 @@ from edgeinfer.core.options.decoding import drafters_in
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, KVCache
 from edgeinfer.runtime.backends.expert_use import experts_observer
+from edgeinfer.runtime.backends.registry import make_backend
 from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
-from edgeinfer.runtime.loading.registry import make_backend
 from edgeinfer.runtime.planning.candidates import draft_configuration
+from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, OptionBytes
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.plan_input import Configuration, OptionBytes, PlanInput
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.sampling.grammar_tokens import grammar_bytes
@@ -80,7 +80,7 @@ def make_speculator(
     config: LoadConfig,
     plan: MemoryPlan,
     profile: DeviceProfile,
-    drafter: PlanInput | None,
+    drafter: BundleFacts | None,
     model: Backend | None = None,
     bundle: Bundle | None = None,
 ) -> Speculator:
@@ -106,7 +106,7 @@ def make_speculator(
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)
 
 
-def make_draft_backend(drafter: PlanInput | None, config: LoadConfig, plan: MemoryPlan) -> Backend | None:
+def make_draft_backend(drafter: BundleFacts | None, config: LoadConfig, plan: MemoryPlan) -> Backend | None:
     """What runs the draft model, which drafts nothing where it takes turns with its target (runtime/layer_skip). Its
     rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target."""
     if drafter is None:
@@ -114,4 +114,4 @@ def make_draft_backend(drafter: PlanInput | None, config: LoadConfig, plan: Memo
     own = dataclasses.replace(config, exact=False, backend=None, device="cpu", adapters={})
     experts = config.draft_experts if drafter.loads_experts else None
     configuration = draft_configuration(drafter, plan.configuration, experts)
-    return make_backend(drafter.choice, own, configuration, settings=drafter.settings)
+    return make_backend(drafter, own, configuration)

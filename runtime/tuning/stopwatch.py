@@ -12,8 +12,8 @@ from typing import Self
 from edgeinfer.core.errors import BudgetError, Setting, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.decoding import sequence as decoding
+from edgeinfer.runtime.planning.facts import Configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.plan_input import Configuration
 from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, ROUND_MS, TURN_TOKENS, Pace, SpeedModel
 from edgeinfer.runtime.profile.costs import PassCosts, prospects_by
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings

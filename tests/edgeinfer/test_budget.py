@@ -16,7 +16,7 @@ from edgeinfer.bundle.opening import nest_drafter, open_bundle
 from edgeinfer.core.errors import BudgetError, UsageError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.loading import Bundles
+from edgeinfer.loading import open_model
 from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.method import priors_of
@@ -282,7 +282,7 @@ def test_plans_reckon_with_the_drafters_that_are_asked(tmp_path: Path) -> None:
     }
     for path, expected in bundles.items():
         config = LoadConfig()
-        subject = Bundles.open(path, config).subject(config)
+        subject = open_model(path, config)
         priors = priors_of(subject, TunedDrafting())
         with known_costs(kept=True), load_eager(path) as model, model._replies.idle() as parts:
             asked = set(parts.speculator.auto) - {"forced"}

@@ -15,7 +15,7 @@ import edgeinfer
 from edgeinfer.core.errors import BackendError, DeviceError, UsageError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.results import ModelInfo
-from edgeinfer.loading import Bundles, profiles_of
+from edgeinfer.loading import open_model, profiles_of
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from tests.devices import STANDIN, install, lacking
 from tests.tables import each_row
@@ -159,7 +159,7 @@ def test_what_was_measured_on_one_device_is_not_anothers(small_bundle: Path) -> 
     folders = []
     for device in ("cpu", "standin"):
         config = LoadConfig(device=device, native=False, threads=1)
-        profile = profiles_of(Bundles.open(small_bundle, config).subject(config), config)("", draft_model=False)
+        profile = profiles_of(open_model(small_bundle, config), config)("", draft_model=False)
         folders.append(profile._folder)
     assert None not in folders and folders[0] != folders[1]
 
@@ -177,7 +177,7 @@ def test_a_session_of_another_device_is_not_taken_for_its_own(small_bundle: Path
 
 def test_a_draft_model_runs_beside_it_on_the_cpu(small_bundle: Path, expected: str) -> None:
     config = LoadConfig(device="standin", draft_model=str(small_bundle))
-    subject = Bundles.open(small_bundle, config).subject(config)
+    subject = open_model(small_bundle, config)
     assert subject.drafter is not None
     assert (subject.device.name, subject.drafter.device.name) == ("standin", "cpu")
     with edgeinfer.load(small_bundle, threads=1, device="standin", draft_model=str(small_bundle)) as model:

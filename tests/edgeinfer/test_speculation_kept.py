@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import edgeinfer
 from edgeinfer.core.errors import CapabilityError, UsageError
@@ -69,7 +70,14 @@ def test_what_was_measured_and_learnt_is_kept(
     assert calls.count("measure_guesses") == len({"forced", "copy", "ngram", "recycle"})
     (folder,) = folders(cache)
     names = {path.name for path in folder.iterdir()}
-    assert {"costs.json", "exact.npz", "acceptance.npz", "drafted.npz", "ngram.npz", "recycle.npz"} == names
+    assert {
+        "costs.json",
+        "exact.safetensors",
+        "acceptance.safetensors",
+        "drafted.safetensors",
+        "ngram.safetensors",
+        "recycle.safetensors",
+    } == names
     if sys.platform != "win32":
         assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -114,20 +122,28 @@ def garbage(path: Path) -> None:
     path.write_bytes(b"garbage")
 
 
+def changed(path: Path, change: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
+    """Keeps other arrays in a file of them."""
+    profile = device_profile.DeviceProfile.open(path.parent)
+    kept = profile.arrays(path.stem)
+    assert kept is not None
+    profile.save_arrays(path.stem, {name: change(array) for name, array in kept.items()})
+
+
 def strange(path: Path) -> None:
     """A valid file of arrays that nothing expects, or of numbers that cannot be."""
     if path.suffix == ".json":
         path.write_text(path.read_text().replace("0.", "NaN", 1))
     else:
-        with np.load(path) as kept:
-            arrays = {name: np.full_like(kept[name], 200) for name in kept}
-        np.savez(path, **arrays)
+        changed(path, lambda array: np.full_like(array, 200))
 
 
 def swapped(path: Path) -> None:
     """What belongs to another name."""
-    if path.suffix == ".npz":
-        path.write_bytes((path.parent / ("recycle.npz" if path.stem != "recycle" else "acceptance.npz")).read_bytes())
+    if path.suffix == ".safetensors":
+        path.write_bytes(
+            (path.parent / ("recycle.safetensors" if path.stem != "recycle" else "acceptance.safetensors")).read_bytes()
+        )
     else:
         path.write_text('{"passes": 1}')
 
@@ -142,7 +158,7 @@ def kept(small_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.mark.parametrize("damage", [garbage, strange, swapped])
-@pytest.mark.parametrize("names", ["*", "exact.npz", "ngram.npz"])
+@pytest.mark.parametrize("names", ["*", "exact.safetensors", "ngram.safetensors"])
 def test_a_damaged_profile_is_survived(
     small_bundle: Path,
     kept: tuple[Path, edgeinfer.Result],
@@ -169,11 +185,9 @@ def test_a_profile_of_another_vocabulary_is_survived(small_bundle: Path, cache: 
     wide = random_bundle(tmp_path / "wide", vocab_size=2000)
     learn(wide)
     (theirs,) = folders(cache)
-    for path in theirs.glob("*.npz"):
+    for path in theirs.glob("*.safetensors"):
         if path.stem in ("ngram", "recycle"):
-            with np.load(path) as kept:
-                arrays = {k: np.full_like(kept[k], 1999) if kept[k].dtype == np.int32 else kept[k] for k in kept}
-            np.savez(path, **arrays)
+            changed(path, lambda array: np.full_like(array, 1999) if array.dtype == np.int32 else array)
     first = learn(small_bundle)
     (ours,) = (folder for folder in folders(cache) if folder != theirs)
     for path in theirs.iterdir():
@@ -248,7 +262,7 @@ def test_what_tuning_finds_is_drafted_with(
         found_now = same(model, "auto", max_tokens=30, ignore_eos=True)
         assert bool({"exit", "skip"} & set(found_now.per_drafter)) == pays
     (folder,) = folders(cache)
-    assert (folder / "tuning.npz").exists() == pays
+    assert (folder / "tuning.safetensors").exists() == pays
 
 
 @pytest.mark.usefixtures("even_blocks")
@@ -260,7 +274,7 @@ def test_damage_to_what_tuning_found_is_survived(
     with load_eager(small_bundle) as model:
         edgeinfer.tools.tune_drafting(model, ["Once upon a time"], evaluations=3)
     (folder,) = folders(cache)
-    damage(folder / "tuning.npz")
+    damage(folder / "tuning.safetensors")
     with load_eager(small_bundle) as model:
         assert not {"exit", "skip"} & set(edgeinfer.tools.drafting_state(model))
 

@@ -19,7 +19,7 @@ from edgeinfer.core.results import Result
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
 from edgeinfer.runtime.profile.drafting import TunedDrafting
-from edgeinfer.runtime.profile.kept import KEPT_POLICY, MeasuredPolicy
+from edgeinfer.runtime.profile.kept import KEPT_POLICIES, MeasuredPolicy, files_digest, measured_policy
 from edgeinfer.tools import cache_policies, drafters
 from edgeinfer.tools.cache_policies import CacheLoss, Foreseen, tune_cache
 from tests.speculation import PROMPT, known_costs, load_eager, needs_builtin, random_bundle, same
@@ -164,8 +164,8 @@ def test_what_outgrows_the_context_is_lost_and_the_best_policy_kept(caplog: pyte
     assert len({each.text for each in found.losses[3:]} | {found.whole.text}) == 4
     assert planned() == found.kept.policy
     bundle = open_bundle(resolve(None))
-    assert KEPT_POLICY.read(bundle) == found.kept
-    KEPT_POLICY.keep(bundle, MeasuredPolicy("cluster", 300, 0.1, 0.2, 0.3))
+    assert measured_policy(bundle) == found.kept
+    KEPT_POLICIES.keep(files_digest(bundle), MeasuredPolicy("cluster", 300, 0.1, 0.2, 0.3))
     assert planned() == "cluster"
     with edgeinfer.load(context=64, overflow="auto", remember=False) as model:
         assert model.generate("Once", max_tokens=2).overflow.policy == "cluster"
@@ -176,11 +176,11 @@ def test_what_outgrows_the_context_is_lost_and_the_best_policy_kept(caplog: pyte
         '{"format": 1}',
         '{"format": 1, "policy": [], "tokens": 1, "text": 0, "copying": 0, "needles": 0}',
     ):
-        KEPT_POLICY.keep(bundle, found.kept).write_text(damage)
+        KEPT_POLICIES.keep(files_digest(bundle), found.kept).write_text(damage)
         with caplog.at_level(logging.WARNING):
             assert planned() == "window"
         assert "discarded" in caplog.text
-        assert KEPT_POLICY.read(bundle) is None
+        assert measured_policy(bundle) is None
         caplog.clear()
 
 

@@ -277,7 +277,7 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptq": ("qwen2-moe", {"bits": 8, "bits_for": (("layers.*", 2),), "keep_small": False, "calibration": True}),
     "budget": ("llama-tied", {"bits": 5.1, "calibration": True, "method": "rtn"}),
     "size": ("granite-moe", {"target_size": 150_000}),
-    "static": ("llama", {"static": StaticOptions(48, 16, (1, 4))}),
+    "static": ("llama", {"bits": 4, "static": StaticOptions(48, 16, (1, 4))}),
 }
 
 

@@ -28,8 +28,8 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
+from edgeinfer.runtime.backends.registry import facts_of, make_backend
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
-from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from tests.alone import Alone, restore
 from tests.runtime.interrupts import within_runs
@@ -281,9 +281,9 @@ def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: Alone[ConcatBack
 
 def test_the_registry_finds_it(sums: Sums) -> None:
     config = LoadConfig(context=CAPACITY)
-    choice = choose_backend(sums.bundle, config)
-    configuration = next(configurations(plan_input_of(choice, config), config, (Drafting((), 0, False),)))
-    backend = make_backend(choice, config, configuration)
+    facts = facts_of(sums.bundle, config)
+    configuration = next(configurations(facts, config, (Drafting((), 0, False),)))
+    backend = make_backend(facts, config, configuration)
     assert isinstance(backend, ConcatBackend)
     tokens = [1, 2, 3, 4]
     for token in generate(Text(backend, backend.new_sequence(CAPACITY), chunk=3), tokens, 3):

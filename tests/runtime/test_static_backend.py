@@ -21,8 +21,8 @@ from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.backends.registry import facts_of, make_backend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
-from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from tests.alone import Alone, restore
 from tests.runtime.interrupts import within_runs
@@ -232,9 +232,9 @@ def test_impossible_requests(llama: Made) -> None:
     with pytest.raises(BundleError, match="no static graphs"):
         Alone(StaticBackend(llama.ordinary, 8), 8)
     with pytest.raises(BundleError, match="no static graphs"):
-        choose_backend(llama.ordinary, LoadConfig(backend="onnx-static"))
+        facts_of(llama.ordinary, LoadConfig(backend="onnx-static"))
     with pytest.raises(BundleError, match="only their own backend"):
-        choose_backend(llama.static, LoadConfig(backend="onnx"))
+        facts_of(llama.static, LoadConfig(backend="onnx"))
 
 
 @each_row(
@@ -250,11 +250,11 @@ def test_impossible_requests(llama: Made) -> None:
 )
 def test_only_planned_sessions_are_made(llama: Made, options: dict[str, Any], rows: list[int]) -> None:
     config = LoadConfig(**options)
-    choice = choose_backend(llama.static, config)
+    facts = facts_of(llama.static, config)
     names = drafters_in(config.speculation)
     drafting = Drafting(names, (config.draft_max or MOST_DRAFTED) if names else 0, False)
-    plan = next(configurations(plan_input_of(choice, config), config, (drafting,)))
-    backend = make_backend(choice, config, plan)
+    plan = next(configurations(facts, config, (drafting,)))
+    backend = make_backend(facts, config, plan)
     assert isinstance(backend, StaticBackend)
     assert [graph.rows for graph in backend.graphs.all] == rows
     assert_close(feed_prompt(Alone(backend, plan.context), TEXT), llama.expected(TEXT)[-1])

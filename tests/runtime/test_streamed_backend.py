@@ -26,9 +26,9 @@ from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import Pass, PassCancelledError, PassResult
 from edgeinfer.runtime.backends.onnx.windowed import ReadAhead
-from edgeinfer.runtime.loading.registry import plan_input_of
-from edgeinfer.runtime.planning import planner
-from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration
+from edgeinfer.runtime.backends.registry import facts_of
+from edgeinfer.runtime.planning import speed_model
+from edgeinfer.runtime.planning.facts import Configuration
 from edgeinfer.runtime.planning.speed_model import DiskReads
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.speculation.assembly import OPTION_BYTES
@@ -280,16 +280,16 @@ def test_plans_ask_for_the_disk_that_passes_are_timed_on(
     bundle, asked = small(stored), list[Path]()
 
     def planned() -> Path:
-        subject = plan_input_of(BackendChoice("onnx", bundle, NATIVE), LoadConfig())
+        subject = facts_of(bundle, LoadConfig(native=True))
         subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
-        planner.speed_model(subject, lambda variant, **_: DeviceProfile(None))
+        speed_model.speed_model(subject, lambda variant, **_: DeviceProfile(None))
         return asked[-1]
 
     def kept_rate(path: Path) -> None:
         assert disk_rate.kept_rate(path) is None  # also of a file that is still to be made
         asked.append(path)
 
-    monkeypatch.setattr(planner, "kept_rate", kept_rate)
+    monkeypatch.setattr(speed_model, "kept_rate", kept_rate)
     before = planned()
     backend = make_graph_backend(bundle, CAPACITY, layout=NATIVE)
     assert backend.pages is not None

@@ -41,7 +41,7 @@ from edgeinfer.runtime.backends.llamacpp.memory import (
     vocabulary_bytes,
 )
 from edgeinfer.runtime.devices.providers import Device, device_error
-from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration, Footprint, ModelMemory, TokenizerMode
+from edgeinfer.runtime.planning.facts import Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.contract import TokenizerLike
 
 # Of free memory of a graphics processor, what is left to its driver and other programs: an eighth, and no more than
@@ -172,18 +172,18 @@ class LlamaCppFactory(BackendFactory):
             return graphics_device(find_processor(config.device))
         return super().device(config)
 
-    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
         keeps = bool(config.prefix_cache)
-        if choice.device.on_cpu:
-            return GgufMemory(choice.bundle, keeps=keeps)
-        processor = _processor(choice.device)
-        return GgufMemory(choice.bundle, processor.shared, keeps=keeps, head_here=not processor.keeps_head)
+        if device.on_cpu:
+            return GgufMemory(bundle, keeps=keeps)
+        processor = _processor(device)
+        return GgufMemory(bundle, processor.shared, keeps=keeps, head_here=not processor.keeps_head)
 
-    def offload(self, choice: BackendChoice, config: LoadConfig) -> Callable[[Configuration], int] | None:
+    def offload(self, bundle: Bundle, device: Device, config: LoadConfig) -> Callable[[Configuration], int] | None:
         """As many layers as are asked for, or as fit into the memory that is free now."""
-        if choice.device.on_cpu:
+        if device.on_cpu:
             return None
-        gguf, processor = choice.bundle.gguf, _processor(choice.device)
+        gguf, processor = bundle.gguf, _processor(device)
         if isinstance(config.gpu_layers, int):
             asked = Division.of(gguf, config.gpu_layers).gpu_layers
             return lambda configuration: asked

@@ -17,7 +17,7 @@ from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, cou
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.devices.providers import Device, Graphs
 from edgeinfer.runtime.paging.layout import PageLayout
-from edgeinfer.runtime.planning.plan_input import BackendChoice, ModelMemory
+from edgeinfer.runtime.planning.facts import ModelMemory
 from edgeinfer.runtime.system.memory import releases_pages
 from edgeinfer.runtime.weights.disk_rate import DiskMeter
 from edgeinfer.runtime.weights.layouts import choose_layout, kernel_of, weights_place
@@ -61,8 +61,8 @@ class OnnxFactory(BackendFactory):
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         return kernel_of(bundle, layout)
 
-    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
-        return memory_of(choice.bundle, choice.layout, threads=thread_count(config))
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
+        return memory_of(bundle, layout, threads=thread_count(config))
 
     def make(self, order: BackendOrder) -> Backend:
         bundle, plan, backend = order.bundle, order.configuration, _graph_backend(order)
@@ -98,8 +98,8 @@ class OptimumFactory(BackendFactory):
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         return "onnxruntime"
 
-    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
-        return memory_of(choice.bundle, choice.layout)
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
+        return memory_of(bundle, layout)
 
     def make(self, order: BackendOrder) -> Backend:
         from edgeinfer.runtime.backends.onnx.concat import ConcatBackend

@@ -18,7 +18,7 @@ from edgeinfer.bundle.tokenizer_table import TABLE
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout, pages_of
 from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
-from edgeinfer.runtime.planning.plan_input import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
+from edgeinfer.runtime.planning.facts import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.tokenizer import file_has_pairs, kept_bytes, mapped_tokenizer_bytes, parsing_bytes
 from edgeinfer.runtime.weights.streaming import looked_up_bytes, packed_bytes, streamed_bytes
 

@@ -31,9 +31,10 @@ from edgeinfer.runtime.backends.forks import OneSequenceBackend
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.devices.providers import Device
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
-from edgeinfer.runtime.planning.plan_input import BackendChoice, ModelMemory
+from edgeinfer.runtime.planning.facts import ModelMemory
 
 
 def two_plane_weights(bundle: Bundle) -> list[TensorEntry]:
@@ -203,8 +204,8 @@ class ReferenceFactory(BackendFactory):
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         return "numpy"
 
-    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
-        return memory_of(choice.bundle, choice.layout, floats=True)
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
+        return memory_of(bundle, layout, floats=True)
 
     def make(self, order: BackendOrder) -> Backend:
         bundle, plan = order.bundle, order.configuration

@@ -14,7 +14,7 @@ from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.memory import StaticMemory
 from edgeinfer.runtime.devices.providers import Device, Graphs
-from edgeinfer.runtime.planning.plan_input import TOKENIZER, BackendChoice, ModelMemory
+from edgeinfer.runtime.planning.facts import TOKENIZER, ModelMemory
 from edgeinfer.runtime.text.tokenizer import file_has_pairs
 
 
@@ -43,11 +43,10 @@ class StaticFactory(BackendFactory):
 
         return kernel_of(bundle)
 
-    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
-        bundle = choice.bundle
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
         pairs = file_has_pairs(bundle.path / TOKENIZER)
-        ordinary = OnnxMemory(bundle, choice.layout, pairs)
-        return StaticMemory(bundle, ordinary, config.exact, choice.device.on_cpu)
+        ordinary = OnnxMemory(bundle, layout, pairs)
+        return StaticMemory(bundle, ordinary, config.exact, device.on_cpu)
 
     def make(self, order: BackendOrder) -> Backend:
         from edgeinfer.runtime.backends.static.backend import StaticBackend

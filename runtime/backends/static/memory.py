@@ -16,7 +16,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
-from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, TokenizerMode
+from edgeinfer.runtime.planning.facts import Configuration, Footprint, TokenizerMode
 
 Bools = NDArray[np.bool_]
 

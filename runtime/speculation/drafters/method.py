@@ -13,7 +13,7 @@ from edgeinfer.core.methods import DeclaredMethod, find_method, product_methods
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, KVCache
-from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.facts import BundleFacts
 from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
@@ -80,7 +80,7 @@ class DrafterParts:
         return found
 
 
-_Find = Callable[[PlanInput, TunedDrafting], Prior | None]
+_Find = Callable[[BundleFacts, TunedDrafting], Prior | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +117,12 @@ def asked_by_auto(name: str, parts: DrafterParts) -> bool:
     return tuned and method.in_auto(parts)
 
 
-def priors_of(plan_input: PlanInput, tuning: TunedDrafting) -> dict[str, Prior]:
+def priors_of(facts: BundleFacts, tuning: TunedDrafting) -> dict[str, Prior]:
     """The drafters that "auto" will ask, in the order in which it asks them: all that the model has, or those that
     `edgeinfer tune` found to pay."""
     found = {}
     for method in drafter_methods():
-        prior = method.prior(plan_input, tuning) if callable(method.prior) else method.prior
+        prior = method.prior(facts, tuning) if callable(method.prior) else method.prior
         if prior is not None and (tuning.drafters is None or tuning.paid(method.name)):
             found[method.name] = prior
     return found
@@ -133,11 +133,11 @@ def table_priors() -> dict[str, Prior]:
     return {each.name: each.prior for each in drafter_methods() if isinstance(each.prior, Prior)}
 
 
-def pass_prior(accepted: float, share: Callable[[PlanInput, TunedDrafting], float | None], most: int = 0) -> _Find:
+def pass_prior(accepted: float, share: Callable[[BundleFacts, TunedDrafting], float | None], most: int = 0) -> _Find:
     """The prior of a drafter with a guess for every place, for a share of a pass; None where there is no share."""
 
-    def find(plan_input: PlanInput, tuning: TunedDrafting) -> Prior | None:
-        taken = share(plan_input, tuning)
+    def find(facts: BundleFacts, tuning: TunedDrafting) -> Prior | None:
+        taken = share(facts, tuning)
         return None if taken is None else Prior(1.0, accepted, taken, most=most)
 
     return find
@@ -152,27 +152,27 @@ def module_method(
         help=help,
         make=lambda parts: make(parts.open_module(name, what, hint)),
         in_auto=lambda parts: parts.has_module(name),
-        prior=lambda plan_input, tuning: _module_prior(name, plan_input),
+        prior=lambda facts, tuning: _module_prior(name, facts),
         runs="module",
         order=order,
     )
 
 
-def _module_prior(name: str, plan_input: PlanInput) -> Prior | None:
+def _module_prior(name: str, facts: BundleFacts) -> Prior | None:
     # Tokens per pass of the shipped drafter and of an EAGLE head on five kinds of dialogue (docs/log, 2026-11-25).
-    drafter = plan_input.drafter
+    drafter = facts.drafter
     module = None if drafter is None else drafter.manifest.module
     if drafter is None or module is None or module.drafter != name:
         return None
-    head = bytes_read(plan_input, "head") if "head" in module.shares else 0
+    head = bytes_read(facts, "head") if "head" in module.shares else 0
     own = bytes_read(drafter) / max(1, module.heads)  # a guess reads one of several heads
     most = module.heads or max(0, module.block - 1)
-    return Prior(1.0, 0.6, (own + head) / bytes_read(plan_input), at_once=module.block > 0, most=most, model=True)
+    return Prior(1.0, 0.6, (own + head) / bytes_read(facts), at_once=module.block > 0, most=most, model=True)
 
 
-def bytes_read(plan_input: PlanInput, name: str | None = None) -> int:
+def bytes_read(facts: BundleFacts, name: str | None = None) -> int:
     """Bytes of weights that a pass reads: of all tensors but tables of which it reads a row, or of one alone."""
-    tensors = tensors_in(plan_input.manifest, plan_input.layout)
+    tensors = tensors_in(facts.manifest, facts.layout)
     wanted = [t for t in tensors if (not is_looked_up(t.name) if name is None else t.name == name)]
     return max(1, sum(blob.nbytes for tensor in wanted for blob in tensor.blobs))
 

@@ -11,7 +11,7 @@ from edgeinfer.core.errors import ModelError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
 from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
-from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.facts import BundleFacts
 from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
@@ -85,12 +85,12 @@ def check_same_vocabulary(target: Bundle, drafter: Bundle) -> None:
         raise ModelError(message, "Choose a drafter that was made for this model, or speculate without one.")
 
 
-def _prior(plan_input: PlanInput, tuning: TunedDrafting) -> Prior | None:
+def _prior(facts: BundleFacts, tuning: TunedDrafting) -> Prior | None:
     """What is expected of a draft model: the figures are of the shipped drafter (docs/log, 2026-11-25)."""
-    drafter = plan_input.drafter
+    drafter = facts.drafter
     if drafter is None or drafter.manifest.module is not None:
         return None
-    return Prior(1.0, 0.6, bytes_read(drafter) / bytes_read(plan_input), model=True)
+    return Prior(1.0, 0.6, bytes_read(drafter) / bytes_read(facts), model=True)
 
 
 METHODS = (

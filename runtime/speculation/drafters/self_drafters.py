@@ -15,7 +15,7 @@ from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, KVCache, Pass, PassResult, require
 from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
-from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.facts import BundleFacts
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Resumption
 from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower, LogitDrafter
@@ -240,29 +240,29 @@ def _default_exit(layers: int) -> int:
     return max(1, layers * 2 // 3)
 
 
-def _exit_share(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
-    layers = plan_input.manifest.geometry.num_layers
+def _exit_share(facts: BundleFacts, tuning: TunedDrafting) -> float | None:
+    layers = facts.manifest.geometry.num_layers
     if tuning.exit_layer is not None:
         return tuning.exit_layer / layers
     return _default_exit(layers) / layers if tuning.paid("exit") else None
 
 
-def _skip_share(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
+def _skip_share(facts: BundleFacts, tuning: TunedDrafting) -> float | None:
     if tuning.layer_mask is not None:
         return float(tuning.layer_mask.mean())
     return _HALF if tuning.paid("skip") else None
 
 
-def _bits_share(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
-    return _PLANE if plan_input.capabilities.high_planes else None
+def _bits_share(facts: BundleFacts, tuning: TunedDrafting) -> float | None:
+    return _PLANE if facts.capabilities.high_planes else None
 
 
-def _experts_share(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
-    return _HALF if len(plan_input.capabilities.expert_counts) > 1 else None
+def _experts_share(facts: BundleFacts, tuning: TunedDrafting) -> float | None:
+    return _HALF if len(facts.capabilities.expert_counts) > 1 else None
 
 
-def _bits_and_experts_share(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
-    bits, experts = _bits_share(plan_input, tuning), _experts_share(plan_input, tuning)
+def _bits_and_experts_share(facts: BundleFacts, tuning: TunedDrafting) -> float | None:
+    bits, experts = _bits_share(facts, tuning), _experts_share(facts, tuning)
     return None if bits is None or experts is None else bits * experts
 
 

@@ -23,8 +23,8 @@ from edgeinfer.core.errors import CheckpointError
 from edgeinfer.core.methods import KINDS
 from edgeinfer.export.exporter import Check
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.runtime.planning.facts import Configuration, Footprint
 from edgeinfer.runtime.planning.plan import Alternative, BudgetPoint, MemoryPlan, SpeedCurve
-from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import Speed
 from tests.cache import export_checkpoint, made
 from tests.factories import make_checkpoint

@@ -26,7 +26,7 @@ from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.core.errors import BundleError, StorageError, UsageError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.loading import Bundles
+from edgeinfer.loading import open_model, within_budget
 from edgeinfer.tools.distilling import ModelReplier, measure_drafter
 from tests.cache import export_checkpoint
 from tests.cli import leave_out
@@ -228,19 +228,19 @@ def test_a_drafter_takes_the_place_of_an_older_one(both: Bundle, bundle: Path, t
 )
 def test_a_nested_drafter_drafts_where_it_may(both: Bundle, options: dict[str, Any], drafts: bool) -> None:
     config = LoadConfig.of(remember=False, **options)
-    found = Bundles.open(both.path, config).within(config)
+    found, _ = within_budget(open_model(both.path, config), config)
     assert (found.drafter is not None) == drafts
 
 
 def test_a_draft_model_that_is_given_goes_before_the_nested_one(both: Bundle, bundle: Path) -> None:
-    found = Bundles.open(both.path, LoadConfig.of(remember=False, draft_model=bundle))
-    assert found.drafter is not None and found.drafter.path == bundle
+    found = open_model(both.path, LoadConfig.of(remember=False, draft_model=bundle))
+    assert found.drafter is not None and found.drafter.bundle.path == bundle
 
 
 def test_the_built_in_model_brings_a_small_drafter() -> None:
-    found = Bundles.open(None, LoadConfig.of(remember=False))
+    found = open_model(None, LoadConfig.of(remember=False))
     assert found.drafter is not None
-    assert sum(file.stat().st_size for file in found.drafter.path.rglob("*")) < 600_000
+    assert sum(file.stat().st_size for file in found.drafter.bundle.path.rglob("*")) < 600_000
     with edgeinfer.load(remember=False) as model:
         drafted = model.generate("Once upon a time", max_tokens=24, speculation="model")
         plain = model.generate("Once upon a time", max_tokens=24, speculation="off")

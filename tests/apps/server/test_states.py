@@ -223,11 +223,11 @@ def test_progress_is_that_of_the_load_that_it_was_given_to(monkeypatch: pytest.M
 
     make, told = loading.make_parts, list[bool]()
 
-    def reports(request: Any) -> Any:
-        told.append(request.progress is not None)
-        if request.progress is not None:
-            request.progress("Loading", 1, 2)
-        return make(request)
+    def reports(facts: Any, config: Any, plan: Any, progress: Any, started: float) -> Any:
+        told.append(progress is not None)
+        if progress is not None:
+            progress("Loading", 1, 2)
+        return make(facts, config, plan, progress, started)
 
     monkeypatch.setattr(api, "make_parts", reports)
 

@@ -11,9 +11,9 @@ from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.planning.candidates import Drafting
+from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, PlanInput
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, Prospect
@@ -31,12 +31,12 @@ PLAIN = (Drafting((), 0, False),)
 
 
 @pytest.fixture(scope="module")
-def plan_input() -> PlanInput:
+def facts() -> BundleFacts:
     """A model with a large vocabulary for its size, so that drafts take memory; everything is open to choice."""
-    return plan_input_of(8192)
+    return facts_of(8192)
 
 
-def plan_input_of(max_positions: int) -> PlanInput:
+def facts_of(max_positions: int) -> BundleFacts:
     bundle = bundle_of("llama-tied", ExportConfig(bits=4, keep_small=False, calibration="none"))
     assert bundle.manifest.decoder is not None
     manifest = dataclasses.replace(
@@ -47,7 +47,7 @@ def plan_input_of(max_positions: int) -> PlanInput:
     bundle = dataclasses.replace(bundle, manifest=manifest)
     memory = OnnxMemory(bundle, "native", merge_pairs=True)
     kinds, modes = ("float32", "int8", "int4"), ("mapped", "streamed")
-    return PlanInput("onnx", bundle, "native", None, kinds, modes, "kept", 1, memory, option_bytes=OPTION_BYTES)
+    return BundleFacts("onnx", bundle, "native", None, kinds, modes, "kept", 1, memory, option_bytes=OPTION_BYTES)
 
 
 def pace_of(configuration: Configuration) -> Pace:
@@ -68,11 +68,9 @@ class Large(MemoryModel):
         )
 
 
-def plan(plan_input: PlanInput, all_ways: bool = False, free: int | None = None, **options: Any) -> MemoryPlan:
+def plan(facts: BundleFacts, all_ways: bool = False, free: int | None = None, **options: Any) -> MemoryPlan:
     config = LoadConfig(**options)
-    return search(
-        plan_input, config, Large(plan_input, config, PROCESS), SpeedModel(pace_of), all_ways=all_ways, free=free
-    )
+    return search(facts, config, Large(facts, config, PROCESS), SpeedModel(pace_of), all_ways=all_ways, free=free)
 
 
 class Measured(DeviceProfile):

@@ -18,14 +18,15 @@ from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import HEAD_ROWS
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
-from edgeinfer.runtime.loading.registry import choose_backend, kernel_name, make_backend, plan_input_of
+from edgeinfer.runtime.backends.registry import facts_of, make_backend
 from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.planning import planner as planner_module
+from edgeinfer.runtime.planning import speed_model as speed_module
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
+from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, Footprint
 from edgeinfer.runtime.planning.ledger import Ledger, MemoryRelief
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, PlanInput
-from edgeinfer.runtime.planning.planner import make_plan, speed_model
+from edgeinfer.runtime.planning.planner import make_plan
 from edgeinfer.runtime.planning.speed_model import (
     REPLY_TOKENS,
     Speed,
@@ -33,6 +34,7 @@ from edgeinfer.runtime.planning.speed_model import (
     cache_ms,
     guessed_passes,
     guessed_token_ms,
+    speed_model,
 )
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -40,7 +42,7 @@ from edgeinfer.runtime.speculation.assembly import OPTION_BYTES
 from edgeinfer.runtime.system.memory import ProcessMemory
 from tests.runtime.models import bundle_of
 from tests.runtime.planning.conftest import PACE, PROCESS, Measured, pace_of
-from tests.runtime.planning.conftest import plan_input_of as made_plan_input
+from tests.runtime.planning.conftest import facts_of as made_facts
 from tests.tables import each_row
 
 
@@ -49,10 +51,8 @@ def export(layout: Layout, *, bits: int = 4, keep_small: bool = False) -> Bundle
 
 
 def planned(bundle: Bundle, layout: Layout | None = None, **options: Any) -> MemoryPlan:
-    config = LoadConfig(**options)
-    choice = dataclasses.replace(choose_backend(bundle, config), layout=layout or bundle.manifest.layout)
-    subject = plan_input_of(choice, config)
-    subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
+    config = LoadConfig(native=(layout or bundle.manifest.layout) == NATIVE, **options)
+    subject = dataclasses.replace(facts_of(bundle, config), option_bytes=OPTION_BYTES)
     return make_plan(subject, config, speed_model(subject, lambda variant, *, draft_model: DeviceProfile(None)))
 
 
@@ -127,25 +127,23 @@ def test_a_graph_of_onnxruntimes_operators_holds_the_scores_of_all_heads() -> No
 @pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
 def test_profiles_go_by_what_multiplies(backend: str, layout: Layout) -> None:
     bundle = export(layout)
-    config = LoadConfig(backend=backend, context=16)
-    choice = dataclasses.replace(choose_backend(bundle, config), layout=layout)
-    configuration = next(configurations(plan_input_of(choice, config), config, (Drafting((), 0, False),)))
-    assert make_backend(choice, config, configuration).kernel == kernel_name(choice)
+    config = LoadConfig(backend=backend, context=16, native=layout == NATIVE)
+    facts = facts_of(bundle, config)
+    configuration = next(configurations(facts, config, (Drafting((), 0, False),)))
+    assert make_backend(facts, config, configuration).kernel == facts.kernel()
 
 
 @pytest.mark.parametrize("timed", [("",), ("int4",), ("", "int4")])
-def test_rows_of_four_bits_take_longer_whichever_type_was_timed(plan_input: PlanInput, timed: tuple[str, ...]) -> None:
+def test_rows_of_four_bits_take_longer_whichever_type_was_timed(facts: BundleFacts, timed: tuple[str, ...]) -> None:
     """Also where those of the usual type were timed in a slower moment."""
     moments = {"": 1.3, "int4": 0.8}
 
     def profiles(variant: str, *, draft_model: bool) -> DeviceProfile:
         return Measured(moments[variant]) if variant in timed and not draft_model else DeviceProfile(None)
 
-    speed = speed_model(plan_input, profiles)
-    token_ms = {
-        kv: 1e3 / speed.speed(_configuration(kv=kv, draft_max=0)).tokens_per_second for kv in plan_input.kv_types
-    }
-    geometry = plan_input.manifest.geometry
+    speed = speed_model(facts, profiles)
+    token_ms = {kv: 1e3 / speed.speed(_configuration(kv=kv, draft_max=0)).tokens_per_second for kv in facts.kv_types}
+    geometry = facts.manifest.geometry
     more = cache_ms(geometry, "int4") - cache_ms(geometry, "float32")
     assert more > 0
     assert token_ms["int4"] - token_ms["float32"] == pytest.approx(more)
@@ -178,22 +176,22 @@ def _configuration(**changes: Any) -> Configuration:
 
 @each_row("known", [True, False])
 def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
-    plan_input: PlanInput, monkeypatch: pytest.MonkeyPatch, known: bool
+    facts: BundleFacts, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     """In part where the system keeps a part, all of them where it keeps little; as an SSD's while it is not known."""
-    weights = plan_input.manifest.weight_bytes
+    weights = facts.manifest.weight_bytes
     rate = weights / 2 if known else None
 
     def profiles(variant: str, *, draft_model: bool) -> DeviceProfile:
         return DeviceProfile(None) if variant else Measured(1.0)
 
-    monkeypatch.setattr(planner_module, "kept_rate", lambda path: rate)
-    speed = speed_model(plan_input, profiles)
+    monkeypatch.setattr(speed_module, "kept_rate", lambda path: rate)
+    speed = speed_model(facts, profiles)
 
     def planned(free: int) -> MemoryPlan:
         monkeypatch.setattr(planner_module, "free_memory", lambda mapped=0: free)
         config = LoadConfig(speculation="off", weights="mapped", context=2048)
-        return make_plan(plan_input, config, speed, process=PROCESS)
+        return make_plan(facts, config, speed, process=PROCESS)
 
     whole = planned(10**9)
     beside = whole.footprint.without_weights
@@ -213,20 +211,18 @@ def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
 
 def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that holds a larger cache is no reason to take it, if the file would then come from the disk again."""
-    plan_input = dataclasses.replace(made_plan_input(65_536))
-    monkeypatch.setattr(planner_module, "kept_rate", lambda path: plan_input.manifest.weight_bytes)
-    speed = speed_model(plan_input, lambda variant, *, draft_model: Measured(1.0))
+    facts = dataclasses.replace(made_facts(65_536))
+    monkeypatch.setattr(speed_module, "kept_rate", lambda path: facts.manifest.weight_bytes)
+    speed = speed_model(facts, lambda variant, *, draft_model: Measured(1.0))
 
     def planned(free: int, **options: Any) -> MemoryPlan:
         monkeypatch.setattr(planner_module, "free_memory", lambda mapped=0: free)
         config = LoadConfig(speculation="off", context=65_536, weights="mapped", **options)
-        return make_plan(plan_input, config, speed, process=PROCESS)
+        return make_plan(facts, config, speed, process=PROCESS)
 
     modest = planned(10**9, kv="int8").footprint.without_weights
     budget = planned(10**9).planned_bytes - 1
-    roomy, short = (
-        planned(free, memory=budget) for free in (10**9, modest + plan_input.manifest.weight_bytes + 4_000_000)
-    )
+    roomy, short = (planned(free, memory=budget) for free in (10**9, modest + facts.manifest.weight_bytes + 4_000_000))
     assert (roomy.configuration.kv, short.configuration.kv) == ("float32", "int8")
     assert roomy.disk is None and short.disk is None
 
@@ -247,17 +243,17 @@ def test_tokens_take_time_besides_their_rounds() -> None:
     ids=["both told", "the usual variant told", "the variant itself told", "none told"],
 )
 def test_tokens_take_what_replies_told(
-    plan_input: PlanInput, usual: float | None, own: float | None, expected: float | None
+    facts: BundleFacts, usual: float | None, own: float | None, expected: float | None
 ) -> None:
     """A variant's own replies tell only where those of the usual one do not; where none do, a guess is left."""
     told = {"": usual, "int8": own}
 
     def token_ms(kv: str, pace: Callable[[float | None], DeviceProfile]) -> float:
-        speed = speed_model(plan_input, lambda variant, **_: pace(told[variant]))
+        speed = speed_model(facts, lambda variant, **_: pace(told[variant]))
         return 1e3 / speed.speed(_configuration(kv=kv, draft_max=0, drafters=())).tokens_per_second
 
     passes = token_ms("int8", lambda _: Measured(1.0, 0.0))
-    guess = guessed_token_ms(plan_input.manifest.geometry.vocab_size)
+    guess = guessed_token_ms(facts.manifest.geometry.vocab_size)
     found = token_ms("int8", functools.partial(Measured, 1.0)) - passes
     assert found == pytest.approx(guess if expected is None else expected)
 

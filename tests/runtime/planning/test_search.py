@@ -17,22 +17,21 @@ from edgeinfer.core.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.core.options.decoding import drafters_in
 from edgeinfer.core.options.load import COUNTED, CountedPages, KvType, LoadConfig
 from edgeinfer.runtime.planning.candidates import configurations
+from edgeinfer.runtime.planning.facts import BundleFacts, Configuration
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
-from edgeinfer.runtime.planning.plan_input import Configuration, PlanInput
-from edgeinfer.runtime.planning.planner import speed_model
 from edgeinfer.runtime.planning.search import drafting_ways, search
-from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel
+from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, speed_model
 from edgeinfer.runtime.profile.costs import PassCosts, Prospect
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.settings import TunedSettings
-from tests.runtime.planning.conftest import PACE, PASSES, PLAIN, PROCESS, Large, Measured, pace_of, plan, plan_input_of
+from tests.runtime.planning.conftest import PACE, PASSES, PLAIN, PROCESS, Large, Measured, facts_of, pace_of, plan
 
 
 @pytest.fixture(scope="module")
-def free(plan_input: PlanInput) -> MemoryPlan:
+def free(facts: BundleFacts) -> MemoryPlan:
     """The plan without a budget."""
-    return plan(plan_input)
+    return plan(facts)
 
 
 def test_without_a_budget_nothing_is_given_up(free: MemoryPlan) -> None:
@@ -42,49 +41,49 @@ def test_without_a_budget_nothing_is_given_up(free: MemoryPlan) -> None:
     assert free.minimum_bytes < free.planned_bytes
 
 
-def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(plan_input: PlanInput, free: MemoryPlan) -> None:
-    assert plan(plan_input, memory=free.planned_bytes).configuration == free.configuration
-    tight = plan(plan_input, memory=free.minimum_bytes)
+def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(facts: BundleFacts, free: MemoryPlan) -> None:
+    assert plan(facts, memory=free.planned_bytes).configuration == free.configuration
+    tight = plan(facts, memory=free.minimum_bytes)
     assert tight.fits and len(tight.given_up) >= 4
     assert any("lossy" in text for text in tight.given_up)
 
 
 @pytest.mark.slow
-def test_a_long_context_gives_way_before_anything_else(plan_input: PlanInput, free: MemoryPlan) -> None:
+def test_a_long_context_gives_way_before_anything_else(facts: BundleFacts, free: MemoryPlan) -> None:
     whole = free.configuration
-    usual = plan(plan_input, context=2048)
+    usual = plan(facts, context=2048)
     for context, budget in ((8192, free.planned_bytes), (4096, free.planned_bytes - 1), (2048, usual.planned_bytes)):
-        found = plan(plan_input, memory=budget)
+        found = plan(facts, memory=budget)
         assert found.configuration == dataclasses.replace(whole, context=context)
         assert found.given_up == (() if context == 8192 else (f"context {context} instead of 8192",))
     # What fitted with the usual context has it, whatever else was given up.
     for share in (0.2, 0.6, 0.9):
         budget = round(usual.minimum_bytes + share * (usual.planned_bytes - usual.minimum_bytes))
-        had, has = plan(plan_input, memory=budget, context=2048), plan(plan_input, memory=budget)
+        had, has = plan(facts, memory=budget, context=2048), plan(facts, memory=budget)
         assert not had.fits or (has.context >= 2048 and has.configuration.kv == had.configuration.kv)
 
 
-def test_a_context_that_was_not_asked_for_is_as_long_as_free_memory_allows(plan_input: PlanInput) -> None:
-    sizes = {context: plan(plan_input, context=context).planned_bytes for context in (2048, 4096, 8192)}
+def test_a_context_that_was_not_asked_for_is_as_long_as_free_memory_allows(facts: BundleFacts) -> None:
+    sizes = {context: plan(facts, context=context).planned_bytes for context in (2048, 4096, 8192)}
     for context, free in ((8192, sizes[8192]), (4096, sizes[8192] - 1), (2048, sizes[4096] - 1), (2048, 0)):
-        found = plan(plan_input, free=free)
+        found = plan(facts, free=free)
         assert found.context == context and found.fits and found.configuration.kv == "float32"
         assert found.given_up == (() if context == 8192 else (f"context {context} instead of 8192",))
-    listed = plan(plan_input, all_ways=True, free=sizes[8192] - 1)
+    listed = plan(facts, all_ways=True, free=sizes[8192] - 1)
     whole = next(way for way in listed.alternatives if way.name == NOTHING_GIVEN_UP)
     assert listed.context == 4096 and (whole.configuration.context, whole.fits) == (8192, False)
     # What was asked for is not judged.
-    assert plan(plan_input, free=0, context=8192).context == 8192
-    assert plan(plan_input, free=0, memory=sizes[8192]).context == 8192
-    short = plan_input_of(3000)
+    assert plan(facts, free=0, context=8192).context == 8192
+    assert plan(facts, free=0, memory=sizes[8192]).context == 8192
+    short = facts_of(3000)
     assert [plan(short, free=free).context for free in (10**12, 0)] == [3000, 2048]
 
 
-def test_tables_for_grammars_are_smaller_where_memory_is_short(plan_input: PlanInput, free: MemoryPlan) -> None:
-    found = plan(plan_input, structured=True)
+def test_tables_for_grammars_are_smaller_where_memory_is_short(facts: BundleFacts, free: MemoryPlan) -> None:
+    found = plan(facts, structured=True)
     assert found.configuration.grammars == "sliced" and free.configuration.grammars == "none"
     assert found.planned_bytes - free.planned_bytes == found.terms["grammars"]
-    tight = plan(plan_input, structured=True, memory=found.minimum_bytes)
+    tight = plan(facts, structured=True, memory=found.minimum_bytes)
     assert tight.fits and tight.configuration.grammars == "plain"
     assert tight.terms["grammars"] < found.terms["grammars"]
     assert "slower masks in strings of replies by a grammar" in tight.given_up
@@ -108,10 +107,10 @@ fixed_options = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=12)
 @given(fixed=fixed_options, share=st.floats(0, 1))
-def test_what_is_fixed_stays_and_what_fits_is_found(plan_input: PlanInput, fixed: dict[str, Any], share: float) -> None:
-    free = plan(plan_input, **fixed)
+def test_what_is_fixed_stays_and_what_fits_is_found(facts: BundleFacts, fixed: dict[str, Any], share: float) -> None:
+    free = plan(facts, **fixed)
     budget = round(free.minimum_bytes + share * (free.planned_bytes - free.minimum_bytes))
-    found = plan(plan_input, memory=budget, **fixed)
+    found = plan(facts, memory=budget, **fixed)
     assert found.fits and found.planned_bytes <= budget
     c = found.configuration
     for name, value in fixed.items():
@@ -124,67 +123,63 @@ def test_what_is_fixed_stays_and_what_fits_is_found(plan_input: PlanInput, fixed
     if fixed.get("speculation", "auto") != "auto":
         assert set(c.drafters) == set(drafters_in(fixed["speculation"]))
     config = LoadConfig(**fixed)
-    drafts = drafting_ways(plan_input, config, Large(plan_input, config, PROCESS), SpeedModel(pace_of))
-    assert c in set(configurations(plan_input, config, drafts))
+    drafts = drafting_ways(facts, config, Large(facts, config, PROCESS), SpeedModel(pace_of))
+    assert c in set(configurations(facts, config, drafts))
 
 
-def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else_fits(plan_input: PlanInput) -> None:
-    resident = plan(plan_input, weights="mapped", context=2048).minimum_bytes
-    assert plan(plan_input, memory=resident, context=2048).configuration.weights == "mapped"
-    streamed = plan(plan_input, memory=resident - 1, context=2048)
+def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else_fits(facts: BundleFacts) -> None:
+    resident = plan(facts, weights="mapped", context=2048).minimum_bytes
+    assert plan(facts, memory=resident, context=2048).configuration.weights == "mapped"
+    streamed = plan(facts, memory=resident - 1, context=2048)
     assert streamed.configuration.weights == "streamed" and streamed.configuration.window_layers
-    mapped = plan(plan_input, memory=resident, context=2048)
+    mapped = plan(facts, memory=resident, context=2048)
     assert streamed.speed.tokens_per_second < mapped.speed.tokens_per_second
     # Pages of files do not count here, so there is no need to drop any.
-    anonymous = plan(plan_input, memory=plan(plan_input, counted="anonymous").minimum_bytes, counted="anonymous")
+    anonymous = plan(facts, memory=plan(facts, counted="anonymous").minimum_bytes, counted="anonymous")
     assert anonymous.configuration.weights == "mapped"
 
 
-def test_the_head_alone_is_streamed_where_a_little_is_missing(plan_input: PlanInput) -> None:
-    layers = plan_input.manifest.geometry.num_layers
+def test_the_head_alone_is_streamed_where_a_little_is_missing(facts: BundleFacts) -> None:
+    layers = facts.manifest.geometry.num_layers
 
-    def windows(plan_input: PlanInput, **options: Any) -> list[int]:
-        every = configurations(plan_input, LoadConfig(context=64, **options), PLAIN)
+    def windows(facts: BundleFacts, **options: Any) -> list[int]:
+        every = configurations(facts, LoadConfig(context=64, **options), PLAIN)
         return list(dict.fromkeys(each.window_layers for each in every))
 
-    assert windows(plan_input) == [0, 2, 1, layers]
-    assert windows(plan_input, weights="streamed") == [2, 1, layers]
-    assert windows(dataclasses.replace(plan_input, layout="portable")) == [0, 2, 1]
-    resident = plan(plan_input, weights="mapped", context=2048).minimum_bytes
-    tight = plan(plan_input, memory=resident - 1, context=2048)
+    assert windows(facts) == [0, 2, 1, layers]
+    assert windows(facts, weights="streamed") == [2, 1, layers]
+    assert windows(dataclasses.replace(facts, layout="portable")) == [0, 2, 1]
+    resident = plan(facts, weights="mapped", context=2048).minimum_bytes
+    tight = plan(facts, memory=resident - 1, context=2048)
     assert "output head streamed instead of mapped" in tight.given_up
 
 
-def test_drafts_shrink_to_nothing_with_the_budget(plan_input: PlanInput) -> None:
-    plan_input = dataclasses.replace(plan_input)
+def test_drafts_shrink_to_nothing_with_the_budget(facts: BundleFacts) -> None:
+    facts = dataclasses.replace(facts)
     fixed: dict[str, Any] = {"context": 64, "kv": "int8", "weights": "mapped", "prefill_chunk": 16}
-    most, least = (plan(plan_input, speculation=who, **fixed).planned_bytes for who in ("auto", "off"))
-    plans = [plan(plan_input, memory=size, **fixed) for size in range(most, least - 1, -(most - least) // 60)]
+    most, least = (plan(facts, speculation=who, **fixed).planned_bytes for who in ("auto", "off"))
+    plans = [plan(facts, memory=size, **fixed) for size in range(most, least - 1, -(most - least) // 60)]
     assert {0, 1, 3} <= {found.draft_max for found in plans} and plans[-1].terms.get("drafting", 0) >= 0
     taken = [found.terms.get("drafting", 0) for found in plans]
     assert taken[0] == max(taken) and all(found.fits for found in plans)
 
 
-def test_four_bits_are_only_for_who_asks(plan_input: PlanInput) -> None:
-    assert {c.kv for c in configurations(plan_input, LoadConfig(), PLAIN)} == {"float32", "int8"}
-    assert plan(plan_input, kv="int4").configuration.kv == "int4"
-    assert (
-        plan(plan_input, kv="int4").planned_bytes
-        < plan(plan_input, kv="int8").planned_bytes
-        < plan(plan_input).planned_bytes
-    )
+def test_four_bits_are_only_for_who_asks(facts: BundleFacts) -> None:
+    assert {c.kv for c in configurations(facts, LoadConfig(), PLAIN)} == {"float32", "int8"}
+    assert plan(facts, kv="int4").configuration.kv == "int4"
+    assert plan(facts, kv="int4").planned_bytes < plan(facts, kv="int8").planned_bytes < plan(facts).planned_bytes
 
 
 @pytest.mark.parametrize(("int8", "int4"), [(0.0004, 0.004), (0.0004, 0.03), (0.02, 0.5), (0.02, 0.004), (None, None)])
 def test_caches_are_chosen_by_what_they_were_measured_to_add(
-    plan_input: PlanInput, int8: float | None, int4: float | None
+    facts: BundleFacts, int8: float | None, int4: float | None
 ) -> None:
     kinds: tuple[tuple[KvType, float | None], ...] = (("int8", int8), ("int4", int4))
     caches = tuple(CacheQuality(kv, more) for kv, more in kinds if more is not None)
     added = {str(each.kv_type): each.divergence for each in caches}
     quality = QualityRecord(256, 0.02, 0.9, caches) if caches else None
-    manifest = dataclasses.replace(plan_input.manifest, quality=quality)
-    known = dataclasses.replace(plan_input, bundle=dataclasses.replace(plan_input.bundle, manifest=manifest))
+    manifest = dataclasses.replace(facts.manifest, quality=quality)
+    known = dataclasses.replace(facts, bundle=dataclasses.replace(facts.bundle, manifest=manifest))
     least = {kv: plan(known, kv=kv).minimum_bytes for kv in known.kv_types}
     allowed = {kv for kv in known.kv_types if added.get(kv, {"int4": 1.0}.get(kv, 0.0)) <= 0.01}
     smallest = min(allowed, key=lambda kv: least[kv])
@@ -198,8 +193,8 @@ def test_caches_are_chosen_by_what_they_were_measured_to_add(
     assert plan(known, kv="int4").configuration.kv == "int4"
 
 
-def test_what_the_model_does_not_have_is_refused(plan_input: PlanInput) -> None:
-    bare = dataclasses.replace(plan_input, kv_types=("float32",), weights_modes=("packed",))
+def test_what_the_model_does_not_have_is_refused(facts: BundleFacts) -> None:
+    bare = dataclasses.replace(facts, kv_types=("float32",), weights_modes=("packed",))
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"kv": "int8"}, "only float32"),
         ({"weights": "streamed"}, "packed"),
@@ -209,15 +204,15 @@ def test_what_the_model_does_not_have_is_refused(plan_input: PlanInput) -> None:
             plan(bare, **options)
         assert word in str(caught.value)
     with pytest.raises(UsageError, match="in place"):
-        plan(plan_input, weights="packed")
+        plan(facts, weights="packed")
     with pytest.raises(ContextLengthError, match="8192"):
-        plan(plan_input, context=9000)
+        plan(facts, context=9000)
 
 
-def test_a_refusal_tells_the_least_and_what_to_change(plan_input: PlanInput) -> None:
+def test_a_refusal_tells_the_least_and_what_to_change(facts: BundleFacts) -> None:
     fixed: dict[str, Any] = {"context": 4096, "kv": "float32", "speculation": "copy", "prefix_cache": 10_000_000}
-    least = plan(plan_input, **fixed).minimum_bytes
-    found = plan(plan_input, memory=least - 1, **fixed)
+    least = plan(facts, **fixed).minimum_bytes
+    found = plan(facts, memory=least - 1, **fixed)
     assert not found.fits
     with pytest.raises(BudgetError) as caught:
         found.require_fit()
@@ -225,17 +220,17 @@ def test_a_refusal_tells_the_least_and_what_to_change(plan_input: PlanInput) -> 
     assert error.minimum_bytes >= least and error.terms["kv"] > 0 and sum(error.terms.values()) == least
     for way in ("smaller context", "KV cache of fewer bits", "no drafting", "prefix cache"):
         assert way in error.hint
-    assert plan(plan_input, memory=error.minimum_bytes, **fixed).fits
+    assert plan(facts, memory=error.minimum_bytes, **fixed).fits
 
 
-def test_alternatives_differ_and_tell_whether_they_fit(plan_input: PlanInput) -> None:
-    found = plan(plan_input, all_ways=True)
+def test_alternatives_differ_and_tell_whether_they_fit(facts: BundleFacts) -> None:
+    found = plan(facts, all_ways=True)
     ways = {way.name: way for way in found.alternatives}
     assert {"smallest", "no drafting", "int8 KV cache", "streamed weights", "context 512"} <= set(ways)
     assert len({way.configuration for way in ways.values()} | {found.configuration}) == len(ways) + 1
     assert all(way.fits for way in ways.values())
     assert ways["smallest"].planned_bytes == found.minimum_bytes
-    tight = plan(plan_input, all_ways=True, memory=found.minimum_bytes + 1_000_000)
+    tight = plan(facts, all_ways=True, memory=found.minimum_bytes + 1_000_000)
     assert not {way.name: way for way in tight.alternatives}[NOTHING_GIVEN_UP].fits
     data = tight.to_dict()
     assert len(repr(tight)) < 700 and "\n" not in repr(tight) and "MB of" in f"{tight}"
@@ -243,25 +238,25 @@ def test_alternatives_differ_and_tell_whether_they_fit(plan_input: PlanInput) ->
 
 
 @pytest.mark.slow
-def test_the_curve_tells_what_every_budget_gets(plan_input: PlanInput) -> None:
-    free = plan(plan_input, all_ways=True, context=1000)
+def test_the_curve_tells_what_every_budget_gets(facts: BundleFacts) -> None:
+    free = plan(facts, all_ways=True, context=1000)
     curve = free.curve
     assert curve is not None and curve.points[0].budget_bytes == free.minimum_bytes
     for budget in range(free.minimum_bytes, free.planned_bytes, (free.planned_bytes - free.minimum_bytes) // 8):
-        found, point = plan(plan_input, memory=budget, context=1000), curve.at(budget)
+        found, point = plan(facts, memory=budget, context=1000), curve.at(budget)
         assert point is not None and found.speed.tokens_per_second == pytest.approx(point.tokens_per_second)
     assert curve.at(free.minimum_bytes - 1) is None
     bound, best = curve.speculation_bytes, max(point.tokens_per_second for point in curve.points)
     assert bound is not None and free.minimum_bytes < bound < curve.best_speed_bytes < free.planned_bytes
-    fast = plan(plan_input, memory=curve.best_speed_bytes, context=1000)
+    fast = plan(facts, memory=curve.best_speed_bytes, context=1000)
     assert fast.speed.tokens_per_second >= 0.95 * best
     # Plain decoding is no slower below the bound, and slower from it on.
     for budget, pays in ((bound - 1, False), (bound, True)):
-        auto, off = (plan(plan_input, memory=budget, context=1000, speculation=who) for who in ("auto", "off"))
+        auto, off = (plan(facts, memory=budget, context=1000, speculation=who) for who in ("auto", "off"))
         assert (auto.speed.tokens_per_second > off.speed.tokens_per_second) == pays
     data = free.to_dict()
     assert data["speculation_bytes"] == bound and len(data["curve"]) == len(curve.points)
-    assert plan(plan_input, all_ways=True, speculation="off").to_dict()["speculation_bytes"] is None
+    assert plan(facts, all_ways=True, speculation="off").to_dict()["speculation_bytes"] is None
 
 
 @settings(deadline=None, max_examples=5)
@@ -277,7 +272,7 @@ def test_the_curve_tells_what_every_budget_gets(plan_input: PlanInput) -> None:
 @example([0.0, 0.1, 0.5, 1.0], None, {"": 1.0, "int8": 0.2}, {}, [0.0, 0.0])
 @example([0.1, 0.3, 0.7, 1.0], None, {" streamed 8": 0.5}, {" streamed 1": 0.3}, [1.0, 0.9])
 def test_a_larger_budget_never_promises_less(
-    plan_input: PlanInput,
+    facts: BundleFacts,
     shares: list[float],
     context: int | None,
     times: dict[str, float],
@@ -289,12 +284,12 @@ def test_a_larger_budget_never_promises_less(
     prospects = tuple(Prospect(name, probability, share, 0.01, tables=True) for name in ("copy", "ngram", "recycle"))
 
     def paced(configuration: Configuration) -> Pace:
-        variant = plan_input.variant(configuration)
+        variant = facts.variant(configuration)
         slope = rows.get(variant, 1.0)
         points = tuple((m, ms * times.get(variant, 1.0) * (1 if m == 1 else slope)) for m, ms in PASSES.points)
         return dataclasses.replace(PACE, passes=PassCosts(points), prospects=prospects)
 
-    subject = dataclasses.replace(plan_input)
+    subject = dataclasses.replace(facts)
     options: dict[str, Any] = {"prefill_chunk": 32, "context": context}
 
     def ask(memory: int | None, all_ways: bool = False) -> MemoryPlan:
@@ -338,11 +333,11 @@ ASKED: dict[str, Callable[[Alternative], dict[str, Any]]] = {
 @example(share=0.5, counted="resident", measured={("int8", False): 0.5})
 @example(share=1.0, counted="resident", measured={})
 def test_a_plan_agrees_with_itself(
-    plan_input: PlanInput, share: float, counted: CountedPages, measured: dict[tuple[str, bool], float]
+    facts: BundleFacts, share: float, counted: CountedPages, measured: dict[tuple[str, bool], float]
 ) -> None:
     """Whatever the budget, and whichever variants were measured: one least budget, one speed of each way to run."""
-    drafter = dataclasses.replace(plan_input, option_bytes=None)
-    nested = dataclasses.replace(plan_input, drafter=drafter)
+    drafter = dataclasses.replace(facts, option_bytes=None)
+    nested = dataclasses.replace(facts, drafter=drafter)
 
     def profiles(variant: str, *, draft_model: bool) -> DeviceProfile:
         key = variant, draft_model
@@ -385,10 +380,10 @@ def test_a_plan_agrees_with_itself(
     assert not plain or max(plain) < 1.01 * min(plain)
 
 
-def test_drafters_go_by_the_speed_they_lose_for_their_bytes(plan_input: PlanInput) -> None:
+def test_drafters_go_by_the_speed_they_lose_for_their_bytes(facts: BundleFacts) -> None:
     """A draft model that promises nothing goes first, one that promises much stays longer than tables do."""
-    nested = dataclasses.replace(plan_input, drafter=dataclasses.replace(plan_input, option_bytes=None))
-    free, alone = (plan(each, context=2048) for each in (nested, plan_input))
+    nested = dataclasses.replace(facts, drafter=dataclasses.replace(facts, option_bytes=None))
+    free, alone = (plan(each, context=2048) for each in (nested, facts))
     assert free.configuration.draft_model and free.terms["draft_model"] > 0
     assert free.minimum_bytes == alone.minimum_bytes < alone.planned_bytes
     found = plan(nested, memory=free.planned_bytes - 1, context=2048)
@@ -408,9 +403,9 @@ def _paced(pace: Pace, configuration: Configuration) -> Pace:
     return pace
 
 
-def test_tuned_settings_come_first_and_give_way_to_the_budget(plan_input: PlanInput) -> None:
-    tuned = dataclasses.replace(plan_input, settings=TunedSettings(prefill_chunk=1024))
-    free, roomy = (plan(each, context=2048) for each in (plan_input, tuned))
+def test_tuned_settings_come_first_and_give_way_to_the_budget(facts: BundleFacts) -> None:
+    tuned = dataclasses.replace(facts, settings=TunedSettings(prefill_chunk=1024))
+    free, roomy = (plan(each, context=2048) for each in (facts, tuned))
     assert (roomy.prefill_chunk, roomy.tuned, roomy.given_up) == (1024, ("prefill_chunk",), ())
     assert roomy.planned_bytes > free.planned_bytes and roomy.minimum_bytes == free.minimum_bytes
     for budget in (free.planned_bytes, free.minimum_bytes):
@@ -420,8 +415,8 @@ def test_tuned_settings_come_first_and_give_way_to_the_budget(plan_input: PlanIn
     assert plan(tuned, prefill_chunk=16).prefill_chunk == 16
 
 
-def test_tuned_weights_come_first_and_stay_the_callers_choice(plan_input: PlanInput) -> None:
-    both = dataclasses.replace(plan_input, weights_modes=("packed", "mapped", "streamed"))
+def test_tuned_weights_come_first_and_stay_the_callers_choice(facts: BundleFacts) -> None:
+    both = dataclasses.replace(facts, weights_modes=("packed", "mapped", "streamed"))
     tuned = dataclasses.replace(both, settings=TunedSettings(weights="mapped"))
     assert plan(both).configuration.weights == "packed"
     found = plan(tuned)
@@ -429,5 +424,5 @@ def test_tuned_weights_come_first_and_stay_the_callers_choice(plan_input: PlanIn
     own = plan(tuned, weights="packed")
     assert own.configuration.weights == "packed" and own.tuned == ()
     # A mode that this backend does not have is not taken.
-    other = dataclasses.replace(plan_input, settings=TunedSettings(weights="packed"))
+    other = dataclasses.replace(facts, settings=TunedSettings(weights="packed"))
     assert plan(other).configuration.weights == "mapped" and plan(other).tuned == ()

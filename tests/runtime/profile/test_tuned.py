@@ -14,17 +14,13 @@ import pytest
 
 from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.runtime.profile import settings
+from edgeinfer.runtime.profile import kept
 from edgeinfer.runtime.profile.settings import (
+    KEPT_SETTINGS,
     UNTUNED,
     Fingerprint,
     TunedProfile,
     TunedSettings,
-    forget_profile,
-    keep_profile,
-    kept_profile,
-    read_profile,
-    write_profile,
 )
 from edgeinfer.runtime.system.machine import usable_cores
 from tests.tables import each_row
@@ -37,7 +33,7 @@ PROFILE = TunedProfile(MODEL, "tales", MACHINE, 3, SETTINGS, "2026-11-22T10:00:0
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(settings, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept, "user_cache", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -52,8 +48,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_impossible_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         TunedSettings(**bad)
-    with pytest.raises(UsageError):
-        TunedSettings.from_dict(SETTINGS.to_dict() | bad)
 
 
 def test_the_callers_own_are_never_overridden() -> None:
@@ -73,42 +67,42 @@ def test_the_callers_own_are_never_overridden() -> None:
 
 
 def test_a_profile_comes_back(cache: Path, tmp_path: Path) -> None:
-    path = keep_profile(PROFILE)
-    assert path == kept_profile(MODEL) and path.is_relative_to(cache)
-    assert read_profile(path) == PROFILE
-    write_profile(PROFILE, tmp_path / "out.json")
-    assert read_profile(tmp_path / "out.json") == PROFILE
+    path = KEPT_SETTINGS.keep(MODEL, PROFILE)
+    assert path == KEPT_SETTINGS.path(MODEL) and path.is_relative_to(cache)
+    assert KEPT_SETTINGS.read(path) == PROFILE
+    KEPT_SETTINGS.write(PROFILE, tmp_path / "out.json")
+    assert KEPT_SETTINGS.read(tmp_path / "out.json") == PROFILE
     newer = dataclasses.replace(PROFILE, settings=UNTUNED)
-    assert read_profile(keep_profile(newer)) == newer
-    assert forget_profile(MODEL) and not forget_profile(MODEL) and not path.exists()
+    assert KEPT_SETTINGS.read(KEPT_SETTINGS.keep(MODEL, newer)) == newer
+    assert KEPT_SETTINGS.forget(MODEL) and not KEPT_SETTINGS.forget(MODEL) and not path.exists()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such permissions")
 def test_profiles_are_this_users_own(cache: Path) -> None:
-    folder = keep_profile(PROFILE).parent
+    folder = KEPT_SETTINGS.keep(MODEL, PROFILE).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
-    keep_profile(PROFILE)
+    KEPT_SETTINGS.keep(MODEL, PROFILE)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_a_folder_that_is_a_file_is_said(cache: Path) -> None:
-    kept_profile(MODEL).parent.parent.mkdir(parents=True)
-    kept_profile(MODEL).parent.write_text("")
+    KEPT_SETTINGS.path(MODEL).parent.parent.mkdir(parents=True)
+    KEPT_SETTINGS.path(MODEL).parent.write_text("")
     with pytest.raises(StorageError):
-        keep_profile(PROFILE)
+        KEPT_SETTINGS.keep(MODEL, PROFILE)
 
 
 def test_only_so_many_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_MOST_KEPT", 3)
+    monkeypatch.setattr(kept, "_MOST_KEPT", 3)
     for number in range(5):
-        path = keep_profile(dataclasses.replace(PROFILE, model=f"{number:064x}"))
+        path = KEPT_SETTINGS.keep(f"{number:064x}", PROFILE)
         os.utime(path, (number, number))
     assert sorted(path.name[63] for path in path.parent.iterdir()) == ["2", "3", "4"]
 
 
 def damaged(**changes: Any) -> str:
-    return json.dumps(json.loads(PROFILE.to_json()) | changes)
+    return json.dumps({"format": 1} | dataclasses.asdict(PROFILE) | changes)
 
 
 MACHINES: tuple[dict[str, Any], ...] = ({"cores": 0}, {"engine": 4}, {"engine": "e" * 1000})
@@ -125,24 +119,24 @@ DAMAGED: tuple[dict[str, Any], ...] = ({"threads": -1}, {"affinity": "2"}, {"unk
         *(damaged(threads=wrong) for wrong in (2, None, "3", 10**30)),
         *(damaged(machine={}), damaged(machine=None)),
         *(damaged(machine=dataclasses.asdict(MACHINE) | wrong) for wrong in MACHINES),
-        *(damaged(settings=SETTINGS.to_dict() | wrong) for wrong in DAMAGED),
+        *(damaged(settings=dataclasses.asdict(SETTINGS) | wrong) for wrong in DAMAGED),
     ],
 )
 def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(UsageError, match="is not an edgeinfer profile") as raised:
-        read_profile(path)
+        KEPT_SETTINGS.read(path)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500 + len(str(path))
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     for path, words in ((tmp_path, "is not a file"), (tmp_path / "missing", "is not a file")):
         with pytest.raises(UsageError, match=words):
-            read_profile(path)
+            KEPT_SETTINGS.read(path)
     (tmp_path / "huge").write_bytes(b" " * (1 << 17))
     with pytest.raises(UsageError, match="too large"):
-        read_profile(tmp_path / "huge")
+        KEPT_SETTINGS.read(tmp_path / "huge")
 
 
 def test_machines_and_versions_are_told_apart() -> None:

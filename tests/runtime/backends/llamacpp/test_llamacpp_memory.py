@@ -20,7 +20,7 @@ from edgeinfer.runtime.backends.llamacpp import memory
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from edgeinfer.runtime.backends.llamacpp.context import RowSteps
 from edgeinfer.runtime.backends.llamacpp.factory import GgufMemory, LlamaCppFactory
-from edgeinfer.runtime.planning.plan_input import Configuration
+from edgeinfer.runtime.planning.facts import Configuration
 from tests.alone import Alone
 from tests.runtime.backends.llamacpp.conftest import Q4_0, Q8_0
 from tests.runtime.backends.llamacpp.models import Shape, quantized, realigned, write_gguf

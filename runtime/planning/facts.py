@@ -124,30 +124,20 @@ class OptionBytes:
     prefix_cache: Callable[[int, int], int]  # of its cap in bytes and the model's number of layers
     context_shift: Callable[[str, DecoderSpec | None, int], int]  # of a policy's name, and a cache of so many tokens
     # Of the drafters that "auto" will ask, in the order in which it asks them.
-    priors: Callable[[PlanInput, TunedDrafting], Mapping[str, Prior]]
+    priors: Callable[[BundleFacts, TunedDrafting], Mapping[str, Prior]]
     # Of so many replies side by side by grammars, with a vocabulary of so many tokens; and while the engine's tables of
     # the vocabulary are made.
     grammars: Callable[[GrammarMode, int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class BackendChoice:
-    """What runs a bundle, chosen once for a load."""
-
-    name: str
-    bundle: Bundle
-    layout: Layout
-    device: Device = CPU
-
-
-@dataclass(frozen=True)
-class PlanInput:
-    """A model to plan for, and what there is to choose from."""
+class BundleFacts:
+    """A bundle as it runs here: what its backend, asked once, knows of it before it is loaded."""
 
     backend: str
     bundle: Bundle
     layout: Layout
-    drafter: PlanInput | None
+    drafter: BundleFacts | None
     kv_types: tuple[str, ...]  # those that the graph or the library has, the usual one first
     weights_modes: tuple[str, ...]  # those the backend has, the fastest first
     tokenizer: TokenizerMode
@@ -168,10 +158,9 @@ class PlanInput:
     weights_place: Path | None = None
     # Bytes that options take; None for a draft model, which is planned with its target.
     option_bytes: OptionBytes | None = None
-
-    @property
-    def choice(self) -> BackendChoice:
-        return BackendChoice(self.backend, self.bundle, self.layout, self.device)
+    tunes: tuple[str, ...] = ()  # names of the fields of `TunedSettings` that change how fast it is
+    engine: Callable[[], str] = str  # name and version of what runs it, and on which device if not the CPU
+    kernel: Callable[[], str] = str  # what multiplies
 
     @property
     def manifest(self) -> Manifest:

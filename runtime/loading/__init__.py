@@ -1,1 +1,0 @@
-"""The choice of a bundle's backend, above all backends."""
