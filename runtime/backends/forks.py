@@ -91,16 +91,16 @@ class OneSequenceBackend(Backend):
     is; every row is what it is in a pass of its own text alone, as that is what it is computed in."""
 
     _capacity: int
-    _held: weakref.ref[KVCache] | None = None
+    _current: weakref.ref[KVCache] | None = None
 
     def new_sequence(self, capacity: int) -> KVCache:
         if capacity > self._capacity:
             raise BackendError(f"A sequence of {capacity} tokens is longer than a context of {self._capacity}.")
-        if self._held is not None and self._held() is not None:
+        if self._current is not None and self._current() is not None:
             raise BackendError(f"The {self.name} backend holds one sequence at a time.")
         cache = self._new_cache(capacity)
         cache.observers = self.observers
-        self._held = weakref.ref(cache)
+        self._current = weakref.ref(cache)
         return cache
 
     def forward(self, passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
@@ -131,5 +131,5 @@ class OneSequenceBackend(Backend):
 
     @property
     def _kv_bytes(self) -> int:
-        cache = None if self._held is None else self._held()
+        cache = None if self._current is None else self._current()
         return 0 if cache is None else cache.nbytes
