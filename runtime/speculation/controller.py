@@ -398,8 +398,9 @@ class DraftController:
 
 class StochasticController(DraftController):
     """Builds drafts whose tokens are drawn from distributions. Verification by ratio is lossless where no token's
-    presence or place is decided by its own draw (rejection.py): how many are drawn at a place, and by whom, is decided
-    before, by running means, by what tables say, and by the tokens drawn so far. What was drawn is never dropped."""
+    presence or place is decided by its own draw (rejection.py): how many are drawn at a place, and by which drafter, is
+    decided before, by running means, by what tables say, and by the tokens drawn so far. What was drawn is never
+    dropped."""
 
     def draft(self, context: DraftContext, rows: int, depth: int) -> Passes[Draft]:
         self._begin(context, depth)
