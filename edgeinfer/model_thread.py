@@ -139,7 +139,7 @@ class Job:
     """A requested reply."""
 
     start: Callable[[Any], TokenStream]
-    tell: Callable[[Item], object]  # returns False where nobody reads any more
+    tell: Callable[[Item], object]  # returns False where it is read no more
     stream: TokenStream | None = None  # once it has started
     prepared: bool = False  # whether its prompt is evaluated
     cancelled: bool = False

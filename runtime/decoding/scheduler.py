@@ -130,7 +130,7 @@ class SequenceTask:
         return not all(request.over for request in self.requests)
 
     @property
-    def held(self) -> bool:
+    def paused(self) -> bool:
         """Whether it has given its pages up, and waits until an older task ends."""
         return self.behind is not None and not self.behind.over and not self.requests
 
@@ -172,7 +172,7 @@ class SequenceTask:
         return None
 
     def close(self) -> None:
-        """End the work: it is told that its passes were cancelled, or left where it waits for none."""
+        """End the work: it learns that its passes were cancelled, or left where it waits for none."""
         if not self.requests:
             self.work.close()
             self._end(None)
@@ -280,7 +280,7 @@ class Scheduler:
         are left."""
         tasks = self._tasks
         try:
-            going = tasks if len(tasks) < 2 else [task for task in tasks if not task.held]
+            going = tasks if len(tasks) < 2 else [task for task in tasks if not task.paused]
             if len(going) == 1:
                 self._run_alone(going[0])
             elif going:
@@ -379,7 +379,7 @@ class Scheduler:
 
     def _resume(self, task: SequenceTask) -> None:
         """Let a task go on until it waits for rows, gives way or ends."""
-        if task.waits or task.held:
+        if task.waits or task.paused:
             return
         task.collect()
         while not task.over:
@@ -514,7 +514,7 @@ def _pages_for(cache: KVCache, rows: int) -> int:
 
 
 def _unknown() -> None:
-    """Times of passes that nobody measures."""
+    """Times of passes that are not measured."""
 
 
 def _unheard(rows: int, ms: float) -> None:

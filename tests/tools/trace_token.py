@@ -152,7 +152,7 @@ def trace_request(clients: int = 8) -> RequestTrace:
     finally:
         threading.setprofile(None)
         server.stop()
-        serving.join()
+        serving.join(timeout=60)
     return trace
 
 
