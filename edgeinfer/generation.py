@@ -392,7 +392,7 @@ class TokenStream:
         return "stop" if whole else "length"
 
     def _next_tokens(self) -> Passes[bool]:
-        """Make the tokens of another pass, in a sequence that the reply enters again after a pause; return whether there
+        """Make the tokens of another pass, in a sequence that a paused reply enters again; return whether there
         are any."""
         first, sequence, tokens = not self._made, self._parts.sequence, ()
         if self._left == 0 or self._cancelled or not (first or self._tokens[-1] not in self._stop_ids):
