@@ -162,7 +162,8 @@ def _ask(address: str, tokens: int, trace: RequestTrace | None = None) -> HTTPCo
     connection = HTTPConnection(address)
     if trace is not None:
         trace.recording = True
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     return connection
 
 
