@@ -118,13 +118,14 @@ def test_tokens_of_files_are_kept_until_they_change(monkeypatch: pytest.MonkeyPa
     file = tmp_path / "tom.txt"
     read: list[str] = []
     with edgeinfer.load(context=256, threads=1) as model:
-        tokenize = model.tokenize_data
+        texts = model._texts
+        tokenize = texts.data
 
-        def noted(text: str, **options: Any) -> list[int]:
+        def noted(text: str, fitting: str) -> list[int]:
             read.append(text)
-            return tokenize(text, **options)
+            return tokenize(text, fitting)
 
-        monkeypatch.setattr(model, "tokenize_data", noted)
+        monkeypatch.setattr(texts, "data", noted)
         # What may have been written a moment ago may be written again without another time.
         for text, modified, count in ((TOM, 1e9, 1), (ANNA, 1e9, 2), (ANNA, 1e10, 4)):
             file.write_text(text)
