@@ -87,8 +87,9 @@ class CopiedFork(KVCache):
 
 
 class OneSequenceBackend(Backend):
-    """The base of backends that hold one sequence at a time. What a fork has in common with the sequence stays where it
-    is; every row is what it is in a pass of its own text alone, as that is what it is computed in."""
+    """The base of backends that hold one sequence at a time, as plans have the memory of one. What a fork has in common
+    with the sequence stays where it is; every row is what it is in a pass of its own text alone, as that is what it is
+    computed in."""
 
     _capacity: int
     _current: weakref.ref[KVCache] | None = None

@@ -119,6 +119,18 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
     same_cache(pair)
 
 
+def test_sequences_share_passes(pair: Pair) -> None:
+    found = []
+    for backend in pair:
+        sequences = [backend.new_sequence(16) for _ in range(2)]
+        starts = [Pass(np.arange(size), np.arange(size), np.arange(size)) for size in (3, 5)]
+        together = [output.copy() for output in backend.forward_together(list(zip(sequences, starts, strict=True)))]
+        one = Pass(np.array([7]), np.array([3]), np.array([0]))
+        found.append([*together, backend.forward_together([(sequences[0], one)])[0].copy()])
+    for mine, theirs in zip(*found, strict=True):
+        same([mine, theirs])
+
+
 @pytest.mark.parametrize("kind", ["cancelled", "failed"])
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_pass_that_ends_early_does_not_change_the_cache(monkeypatch: pytest.MonkeyPatch, kind: str, at: int) -> None:

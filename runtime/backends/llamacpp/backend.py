@@ -63,7 +63,8 @@ def _digest(path: Path) -> str:
 
 class LlamaCppBackend(OneSequenceBackend):
     """Implements `contract.Backend` for GGUF bundles. Longer passes than `chunk` are run in parts, and of more than
-    `draft_rows` rows logits are computed in parts; `sequences` limits the paths of a draft tree."""
+    `draft_rows` rows logits are computed in parts; `sequences` limits the paths of a draft tree. It holds one text:
+    which kernel multiplies depends on the size of a pass, so a row that shared one would not be what it is alone."""
 
     name = "llamacpp"
 
