@@ -43,7 +43,7 @@ def chat_completion(
     completion = ChatCompletion({**request, "messages": messages, "stream": stream}, model)
     if stream:
         return cast(Iterator[ChatCompletionChunk], events(model, completion))
-    return cast(ChatCompletionObject, completed(answering(model, completion)))
+    return cast(ChatCompletionObject, whole(model, completion))
 
 
 def answering(model: ChatModel[Any], completion: Completion) -> Generator[Any, None, Event]:
@@ -54,6 +54,10 @@ def answering(model: ChatModel[Any], completion: Completion) -> Generator[Any, N
         for _ in _reply(completion, index, stream):
             pass
     return completion.whole()
+
+
+def whole(model: ChatModel[Any], completion: Completion) -> Event:
+    return completed(answering(model, completion))
 
 
 def completed(making: Generator[Any, None, T]) -> T:
