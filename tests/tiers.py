@@ -5,7 +5,8 @@ A full product of parameters says little more than its pairs do (most faults dep
 - the fast tier, which plain `pytest` runs, takes two cases of each test, or one row of a long table, so that every
   value is met if there are as few values as that; tests of modules marked `matrix` take all pairs of values, the test
   being a value too (all values with `strength=1`), and quick tests marked `every_case` take all of their rows;
-- the rest of a set in which every pair of values is met, and every row of every table, has the mark `more_cases`;
+- the rest of a set in which every pair of values is met in its module, the test being a value too, and every row of
+  every table, has the mark `more_cases`;
 - what is left of a product has the mark `exhaustive`, and runs on demand.
 
 The choice is drawn by a fixed seed, so all workers and all runs make the same.
@@ -40,14 +41,13 @@ def divide(items: Sequence[pytest.Item]) -> None:
             modules[item.nodeid.partition("::")[0]].append(item)
     for cases in modules.values():
         marks = [mark for item in cases if (mark := item.get_closest_marker("matrix"))]
-        matrix = bool(marks)
-        strength = marks[0].kwargs.get("strength", 2) if marks else 2
-        fast = set(cover([{*values_of(item), name_of(item)} for item in cases], strength)) if matrix else set()
-        functions: defaultdict[Value, list[int]] = defaultdict(list)
+        values = [{*values_of(item), name_of(item)} for item in cases]
+        fast = set(cover(values, marks[0].kwargs.get("strength", 2)) if marks else _fast(cases))
+        # What several tests of a module share, such as models and backends, is met in pairs once for all of them.
+        pairs = set(cover(values, taken=fast))
         for number, item in enumerate(cases):
-            functions[name_of(item)].append(number)
-        for numbers in functions.values():
-            _divide_function([cases[n] for n in numbers], [i for i, n in enumerate(numbers) if n in fast], matrix)
+            if number not in fast and not item.get_closest_marker("every_case"):
+                item.add_marker(pytest.mark.more_cases if number in pairs else pytest.mark.exhaustive)
 
 
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -65,15 +65,17 @@ def _weight(item: pytest.Item) -> int:
     return _SLOW if item.get_closest_marker("slow") or item.get_closest_marker("browser") else 1
 
 
-def _divide_function(cases: Sequence[pytest.Function], fast: Sequence[int], matrix: bool) -> None:
-    if cases[0].get_closest_marker("every_case"):
-        return
-    values = [values_of(item) for item in cases]
-    chosen = fast if matrix else cover(values, strength=1)[: _fast_cases(values)]
-    pairs = cover(values, taken=chosen)
+def _fast(cases: Sequence[pytest.Function]) -> Iterator[int]:
+    """Numbers of the cases that the fast tier takes outside the matrices."""
+    functions: defaultdict[Value, list[int]] = defaultdict(list)
     for number, item in enumerate(cases):
-        if number not in chosen:
-            item.add_marker(pytest.mark.more_cases if number in pairs else pytest.mark.exhaustive)
+        functions[name_of(item)].append(number)
+    for numbers in functions.values():
+        if cases[numbers[0]].get_closest_marker("every_case"):
+            yield from numbers
+            continue
+        values = [values_of(cases[number]) for number in numbers]
+        yield from (numbers[place] for place in cover(values, strength=1)[: _fast_cases(values)])
 
 
 def _fast_cases(values: Sequence[set[Value]]) -> int:

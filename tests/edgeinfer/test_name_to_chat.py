@@ -35,6 +35,8 @@ GGUFS = {
     for kind, size in (("Q2_K", 10), ("Q4_K_M", 200), ("BF16", 900))
 }
 BUNDLE = f"org--model/auto-{COMMIT[:12]}"
+# Without calibration, which takes most of the time.
+PULL = ("pull", "--no-calibration")
 CONVERT = "import sys; from edgeinfer.tools import conversion; sys.exit(conversion.main(sys.argv[1]))"
 
 
@@ -131,7 +133,7 @@ def test_one_command_answers_and_the_next_needs_no_hub(user: User) -> None:
 
 def test_a_download_that_was_killed_goes_on_where_it_was(user: User, files: dict[str, bytes]) -> None:
     user.hub.stall_at = STALL_AT
-    process = user.start("run", "-m", "org/model", "Hello")
+    process = user.start(*PULL, "org/model")
     assert user.hub.stalled.wait(TIME_LIMIT)
     # What was sent is written some time later.
     wait_until(lambda: largest_unfinished(user.home) >= 10_000_000, "the first piece on disk")
@@ -139,7 +141,7 @@ def test_a_download_that_was_killed_goes_on_where_it_was(user: User, files: dict
     assert user.written() == set()
     user.hub.stall_at, user.hub.sent = None, 0
     user.hub.go_on.set()
-    done = user.run("run", "-m", "org/model", "Hello", "-n", "2")
+    done = user.run(*PULL, "org/model")
     assert done.returncode == 0, done.stderr
     assert user.hub.sent < len(files["model.safetensors"]) - 9_000_000
     assert user.written() == {"org--model/source.json", BUNDLE}
@@ -160,7 +162,7 @@ def test_a_conversion_that_was_killed_begins_again_and_leaves_nothing(user: User
     kill(process)
     assert BUNDLE not in user.written()
     served = len(user.hub.served)
-    done = user.run("pull", "org/model")
+    done = user.run(*PULL, "org/model")
     assert done.returncode == 0, done.stderr
     assert user.written() == {"org--model/source.json", BUNDLE}
     assert len(user.hub.served) == served
@@ -261,7 +263,7 @@ def test_who_is_offline_is_told_so_and_who_is_not_is_not(user: User) -> None:
 
 
 def test_two_at_once_convert_once(user: User) -> None:
-    processes = [user.start("pull", "org/model") for _ in range(2)]
+    processes = [user.start(*PULL, "org/model") for _ in range(2)]
     done = [process.communicate(timeout=TIME_LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], done
     assert done[0][0] == done[1][0]
@@ -297,12 +299,12 @@ def test_a_directory_is_converted_once_and_again_when_it_changes(user: User, che
     folder.mkdir()
     for path in checkpoint.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    assert user.run("run", "-m", str(folder), "Hello", "-n", "2", "--bits", "8", "--memory", "300MB").returncode == 0
+    assert user.run(*PULL, str(folder), "--bits", "8").returncode == 0
     first = user.written()
     assert any("/8-bit-" in path for path in first)
     assert "Converting" not in user.run("run", "-m", str(folder), "Hello", "-n", "2").stderr
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    assert "Converting" in user.run("run", "-m", str(folder), "Hello", "-n", "2", "--bits", "8").stderr
+    assert "Converting" in user.run(*PULL, str(folder), "--bits", "8").stderr
     assert len(user.written()) == len(first) and user.written() != first
     assert user.hub.served == []
 
