@@ -26,6 +26,7 @@ from edgeinfer.runtime.backends.contract import PassResult, PreemptedError
 from edgeinfer.runtime.decoding.scheduler import SequenceTask
 from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Prefill, Strategy
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
+from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.system.forks import keep_for_good
 from edgeinfer.runtime.system.memory import allocating, name_refusal, process_memory, proportional_bytes
@@ -35,10 +36,6 @@ from edgeinfer.turns import Turns
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
-
-
-# Seconds between two looks at the budget.
-_LOOK_S = 0.02
 
 
 class ShownLogprobs:
@@ -421,7 +418,7 @@ class TokenStream:
         now = time.perf_counter()
         self._since, self._round_ms = now, (now - (self._request.started if first else self._since)) * 1e3
         if now >= self._look:
-            self._look = now + _LOOK_S
+            self._look = now + ledgers.LOOK_S
             self._parts.ledger.check()
         self._left -= len(tokens)
         self._ahead.extend(tokens)

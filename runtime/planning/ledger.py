@@ -4,6 +4,7 @@ It knows the plan and what can give memory back, not what that memory holds."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from edgeinfer.core.errors import BudgetError, Setting
@@ -15,6 +16,8 @@ from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 
 _log = logging.getLogger("edgeinfer")
 
+# Seconds between two looks: one takes some 30 microseconds.
+LOOK_S = 0.02
 # Bytes below the budget from which memory is given up, and the share of the budget that must be free to take it again.
 _MARGIN_BYTES = 1_000_000
 _AMPLE = 0.1
@@ -47,6 +50,7 @@ class Ledger:
         self._reliefs = reliefs
         self._replan = replan
         self._apply = apply
+        self._looked = 0.0
         self.given_up: list[str] = []
         self.peak = 0
 
@@ -75,7 +79,7 @@ class Ledger:
                 if relief.name in self.given_up and relief.restore is not None:
                     relief.restore()
             self.given_up.clear()
-        self.check()
+        self.check(now=True)
 
     def plan_grammars(self) -> None:
         """Plan memory for replies by a grammar if the current plan has none."""
@@ -96,11 +100,13 @@ class Ledger:
         self._apply(plan)
         self.plan = plan
 
-    def check(self) -> None:
-        """Check the budget and give up what is needed to keep it; a look takes some 30 microseconds."""
+    def check(self, *, now: bool = False) -> None:
+        """Check the budget and give up what is needed to keep it; `now` even if the last check is a moment ago."""
         budget = self.plan.budget_bytes
-        if budget is None:
+        clock = time.monotonic()
+        if budget is None or (not now and clock - self._looked < LOOK_S):
             return
+        self._looked = clock
         used = self._look()
         for relief in self._reliefs:
             while used > budget - _MARGIN_BYTES and relief.release():

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer import generation
 from edgeinfer.bundle.opening import nest_drafter, open_bundle
 from edgeinfer.core.errors import BudgetError, UsageError
 from edgeinfer.core.options.load import LoadConfig
@@ -56,7 +55,7 @@ class Pressure:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.used = 0
         monkeypatch.setattr(ledgers, "process_memory", lambda: ProcessMemory(self.used, self.used, self.used, 0))
-        monkeypatch.setattr(generation, "_LOOK_S", 0.0)
+        monkeypatch.setattr(ledgers, "LOOK_S", 0.0)
 
 
 def under(model: edgeinfer.Model, budget: int) -> edgeinfer.Model:

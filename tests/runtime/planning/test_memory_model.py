@@ -307,7 +307,7 @@ def make(process: Process, planned: MemoryPlan, replanned: MemoryPlan | None = N
 def test_within_the_budget_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch, 100 * MB)
     ledger, _ = make(process, plan(160 * MB))
-    ledger.check()
+    ledger.check(now=True)
     assert (process.parts["drafts"], ledger.given_up, ledger.peak) == (30 * MB, [], 150 * MB)
     assert ledger.terms(process.memory()) == {"kv": 7, "process": 150 * MB}
 
@@ -315,11 +315,11 @@ def test_within_the_budget_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_more_than_needed_is_given_up_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch, 100 * MB)
     ledger, _ = make(process, plan(135 * MB))
-    ledger.check()
+    ledger.check(now=True)
     assert process.parts == {"drafts": 10 * MB, "others": 20 * MB}
     assert ledger.given_up == ["drafts"]
     process.anonymous += 25 * MB
-    ledger.check()
+    ledger.check(now=True)
     assert process.parts == {"drafts": 0, "others": 0}
     assert ledger.given_up == ["drafts", "others"]
 
@@ -328,7 +328,7 @@ def test_it_refuses_when_nothing_is_left_and_goes_on_when_there_is_room(monkeypa
     process = Process(monkeypatch, 200 * MB)
     ledger, _ = make(process, plan(150 * MB))
     with pytest.raises(BudgetError, match=r"200\.0 MB") as caught:
-        ledger.check()
+        ledger.check(now=True)
     assert caught.value.terms["process"] == 200 * MB and caught.value.minimum_bytes == 200 * MB
     process.anonymous = 100 * MB
     ledger.begin_turn()
@@ -338,7 +338,7 @@ def test_it_refuses_when_nothing_is_left_and_goes_on_when_there_is_room(monkeypa
 def test_what_was_given_up_is_not_taken_back_without_ample_room(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch, 100 * MB)
     ledger, _ = make(process, plan(125 * MB))
-    ledger.check()
+    ledger.check(now=True)
     ledger.begin_turn()
     assert (process.taken, ledger.given_up) == ([], ["drafts"])
 
@@ -353,7 +353,7 @@ def test_looks_are_rare_and_none_without_a_budget(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ledgers, "process_memory", look)
     ledger, _ = make(process, plan(None))
-    ledger.check()
+    ledger.check(now=True)
     ledger.begin_turn()
     assert not looks
     ledger, _ = make(process, plan(10_000 * MB))
@@ -364,9 +364,9 @@ def test_looks_are_rare_and_none_without_a_budget(monkeypatch: pytest.MonkeyPatc
 
 def test_pages_of_files_count_only_where_they_are_to(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch, 50 * MB, file=300 * MB)
-    make(process, plan(110 * MB, "anonymous"))[0].check()
+    make(process, plan(110 * MB, "anonymous"))[0].check(now=True)
     with pytest.raises(BudgetError):
-        make(process, plan(110 * MB))[0].check()
+        make(process, plan(110 * MB))[0].check(now=True)
 
 
 def test_a_turn_begins_with_another_plan_where_the_program_changed(monkeypatch: pytest.MonkeyPatch) -> None:
