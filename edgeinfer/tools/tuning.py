@@ -198,7 +198,7 @@ def tune_method(
             raise UsageError("The draft model's tokens are not the model's.", "Name one with the same tokenizer.")
 
         def state(tokens: Sequence[int]) -> Floats:  # (D,)
-            with loaded._idle() as parts:
+            with loaded._replies.idle() as parts:
                 return last_state(parts.sequence, tokens)
 
         heads, facts = rule.teach(Lesson(text, loaded, drafter, state, progress or (lambda done, total: None)))

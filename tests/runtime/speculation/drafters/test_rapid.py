@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import edgeinfer
 from edgeinfer.runtime.research import rapid
 from edgeinfer.runtime.research.rapid import RapidDrafter, bm25, retrieved
 from tests.runtime.models import feed
 from tests.runtime.speculation.drafters.models import committed, context, export, make_backend, pair
 from tests.runtime.speculation.drafters.rounds import guesses_of
-from tests.speculation import known_costs, random_bundle, same
+from tests.speculation import load_eager, random_bundle, same
 
 TEXT = np.random.default_rng(4).integers(0, 320, 60).tolist()
 
@@ -96,7 +95,7 @@ def test_texts_are_those_without_drafts(tmp_path: Path) -> None:
     draft, prompt = random_bundle(tmp_path / "draft", seed=3, num_hidden_layers=1), [5 + i % 90 for i in range(80)]
     options: dict[str, Any] = {"threads": 1, "context": 128, "remember": False, "speculation": "rapid"}
     ways: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.9, "seed": 3})
-    with known_costs(), edgeinfer.load(target, draft_model=draft, **options) as model:
+    with load_eager(target, draft_model=draft, **options) as model:
         for way in ways:
             found = same(model, "rapid", prompt=prompt, max_tokens=40, ignore_eos=True, **way)
             assert found.per_drafter["rapid"].drafted > 0
