@@ -69,7 +69,7 @@ def bundles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def make_family(request: pytest.FixtureRequest, bundles: Callable[[str], Bundle]) -> Iterator[Any]:
     """Makes backends of these bundles, of the module's CAPACITY and DRAFTED rows, that are closed after the test."""
-    module, made = request.module, list[LlamaCppBackend]()
+    module, made = request.module, list[Alone[LlamaCppBackend]]()
 
     def make(name: str, kv: str = "float32") -> Alone[LlamaCppBackend]:
         made.append(

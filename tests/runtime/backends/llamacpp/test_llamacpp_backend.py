@@ -29,7 +29,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
 pytestmark = pytest.mark.gguf
 
-Make = Callable[..., LlamaCppBackend]
+Make = Callable[..., Alone[LlamaCppBackend]]
 each_kv = pytest.mark.parametrize("kv", list(LLAMA_KV))
 # Logits deviate by 1. A quantized number that rounding tips over changes them far more than the rounding itself.
 NEAR = {"float32": 1e-5, "float16": 1e-3, "q8_0": 0.02, "q4_0": 0.3}

@@ -14,7 +14,7 @@ import edgeinfer
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import PassCancelledError
-from tests.alone import restore
+from tests.alone import Alone, restore
 from tests.export.gguf_cases import CONVS, DELTA, FALCON, GRANITE, LATENT, MAMBA, MIXED, NEMOTRON, ROUTED, SCAN, TIED
 from tests.speculation import load_eager
 from tests.tables import each_row
@@ -46,7 +46,7 @@ LATENT_ALONE = {"DeepseekV2": LATENT | ROUTED | {"topk_method": "greedy"}}
 FAMILIES = {name: (name, settings) for name, settings in (ALL | LATENT_ALONE).items()}
 TEXT = np.random.default_rng(1).integers(2, 300, 40)
 CAPACITY, DRAFTED, NEAR = 64, 6, 1e-4
-Make = Callable[..., LlamaCppBackend]
+Make = Callable[..., Alone[LlamaCppBackend]]
 PROMPT = "Once upon a time there was a little dog."
 
 
