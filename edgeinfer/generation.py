@@ -391,7 +391,8 @@ class TokenStream:
     def _next_tokens(self) -> Passes[bool]:
         """Make the tokens of another pass, in a sequence that a paused reply enters again; return whether there
         are any."""
-        first, sequence, tokens = not self._made, self._parts.sequence, ()
+        first, sequence = not self._made, self._parts.sequence
+        tokens: Sequence[int] = ()
         if self._left == 0 or self._cancelled or not (first or self._tokens[-1] not in self._stop_ids):
             return False
         while not tokens:

@@ -179,7 +179,7 @@ class ModelThread:
         self._ends: list[tuple[Job, ReplyEnd | Exception]] = []  # of the latest turn
 
     @property
-    def model(self) -> SharedModel | None:
+    def model(self) -> Any:
         return self._model()
 
     def take(self, model: SharedModel | None) -> None:

@@ -143,10 +143,11 @@ class ModelHost:
     @property
     def model(self) -> Model | None:
         """The loaded model, for its facts; `submit` runs replies, `ask` anything else."""
-        return self._worker.model
+        model: Model | None = self._worker.model
+        return model
 
     def require_model(self) -> Model:
-        model = self._worker.model
+        model = self.model
         if self.state.status != "ready" or model is None:
             raise NotReadyError(self.state)
         return model
