@@ -325,14 +325,14 @@ class SpeculativeDecoding(Strategy):
             parents = np.array([-1, *(parent + 1 for parent in draft.parents)])
             batch = Pass(fed, depths + base, wanted, tree=parents, gains=gains)
         (output,) = yield Evaluate(self._backend, ((self._cache, batch),))
-        hidden, how = output.hidden, {"started": started, "resumed": resumption is not None}
+        hidden, resumed = output.hidden, resumption is not None
         if head is None:
             size = len(output.logits)  # of a pass that others share it has as much of the draft as pays there
-            return fed[:size], LogitRows(output.logits, hidden, **how)
+            return fed[:size], LogitRows(output.logits, hidden, started=started, resumed=resumed)
         assert hidden is not None, "its head reads the states"
         hidden = hidden.copy()  # the head's passes overwrite them
         leaving = partial(self._note, draft) if self._sampler.records_logprobs else None
-        return fed, LogitRows(output.logits, hidden, head, leaving, **how)
+        return fed, LogitRows(output.logits, hidden, head, leaving, started=started, resumed=resumed)
 
     def _resume(self, draft: Draft, base: int) -> Passes[Resumption | None]:
         """What drafting computed of a chain's pass, if anything; the cache ends at the root's place afterwards."""
