@@ -140,7 +140,6 @@ class TokenStream:
         self._entered = self._joined = False
         self._since = self._look = 0.0  # times of the latest pass's tokens, and of the next look at the budget
         self._prefill: Prefill | None = None
-        self._preparing = False
         self._items: deque[Chunk] = deque()  # that were made and not read yet
         self._error: Exception | None = None
         self._scheduled = False
@@ -180,12 +179,6 @@ class TokenStream:
         """Stop within the current pass; the next chunk is the last. Safe from any thread."""
         self._stopped.set()
         self._parts.scheduler.cancel(self._task)
-        if self._turns is not None:
-            self._turns.if_running(self, self._stop_preparing)
-
-    def _stop_preparing(self) -> None:
-        if self._preparing:
-            self._parts.backend.cancel()
 
     @property
     def _cancelled(self) -> bool:
@@ -255,12 +248,8 @@ class TokenStream:
             if self._made or self._cancelled or self._over:
                 return True
             self._enter()
-            self._preparing = True
-            try:
-                with allocating("The reply"):
-                    ready = self._parts.scheduler.run(self._parts.sequence.prepare(self._prompt, tokens))
-            finally:
-                self._preparing = False
+            with allocating("The reply"):
+                ready = self._parts.scheduler.run(self._parts.sequence.prepare(self._prompt, tokens), self._task)
             self._add_prefill()
             return ready or self._cancelled
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -73,12 +73,6 @@ class Turns:
                 self._running = None
             elif turn in self._paused:
                 self._paused.remove(turn)
-
-    def if_running(self, turn: Turn, act: Callable[[], None]) -> None:
-        """Call `act` if it is this reply's turn; the turn lasts at least until then."""
-        with self._lock:
-            if self._running is turn:
-                act()
 
     def require_idle(self) -> None:
         """End a running reply that was left unfinished; refuse where another thread may be reading it."""

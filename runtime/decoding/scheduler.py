@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -122,6 +121,8 @@ class SequenceTask:
         self.over = False
         self.requests: tuple[RowRequest, ...] = ()
         self.behind: SequenceTask | None = None
+        self.helper: SequenceTask | None = None  # another, which is cancelled with this
+        self.cancelled = False
         self._sent: list[PassResult] | None = None  # what it goes on with
         self._error: BaseException | None = None
 
@@ -213,7 +214,6 @@ class Scheduler:
         self._on_pass_ms: Callable[[int, float], None] = _unheard
         self.batch_size = 1
         self._tasks: list[SequenceTask] = []  # the oldest first
-        self._lock = threading.Lock()  # of what `cancel` looks at
         self._alone: tuple[SequenceTask, Backend] | None = None  # whose pass runs by itself
         self._awaited = False  # somebody wants to have a word before the next pass
 
@@ -248,8 +248,8 @@ class Scheduler:
         """Add a task, which goes on with the next step."""
         self._tasks.append(task)
 
-    def run(self, work: Passes[T]) -> T:
-        """Run a computation to its end among the tasks."""
+    def run(self, work: Passes[T], of: SequenceTask | None = None) -> T:
+        """Run a computation to its end among the tasks; it is cancelled with the task it is `of`."""
         made: list[T] = []
         errors: list[Exception | None] = []
 
@@ -258,6 +258,8 @@ class Scheduler:
 
         task = SequenceTask(keeping(), made.append, errors.append)
         self.add(task)
+        if of is not None:
+            of.helper = task
         while not task.over:
             self.step()
         if error := errors.pop():
@@ -301,12 +303,12 @@ class Scheduler:
 
     def cancel(self, task: SequenceTask) -> None:
         """End a task's wait for rows, or its own pass. Thread-safe."""
-        with self._lock:
-            if self._alone is not None and self._alone[0] is task:
-                self._alone[1].cancel()
-            task.behind = None
-            if task.waits:
-                task.fail(PassCancelledError("The sequence was cancelled."))
+        task.cancelled, task.behind = True, None
+        if (alone := self._alone) is not None and alone[0] is task:
+            alone[1].cancel()
+        task.fail(PassCancelledError("The sequence was cancelled."))
+        if task.helper is not None:
+            self.cancel(task.helper)
 
     def _run_alone(self, task: SequenceTask) -> None:
         """Run the only task, and its passes at once, up to its next item."""
@@ -338,24 +340,24 @@ class Scheduler:
         backend, passes = wanted.backend, wanted.passes
         if not passes:
             return []
-        with self._lock:
-            self._alone = task, backend
+        self._alone = task, backend
         try:
+            if task.cancelled:  # before `cancel` could see whose pass it is
+                raise PassCancelledError("The sequence was cancelled.")
             if not self._shares or backend is not self._backend:
-                return backend.forward(passes)
+                return _forward(backend, passes, task)
             self.batch_size = len(passes)
             rows = sum(len(batch.tokens) for _, batch in passes)
             # A row needs at most a page of its own, and a copy of the one that it goes on in.
             if backend.free_pages < rows + len(passes):
                 self._provide(sum(_pages_for(cache, len(batch.tokens)) for cache, batch in passes))
             started = time.perf_counter()
-            results = backend.forward(passes)
+            results = _forward(backend, passes, task)
             if rows == len(passes):
                 self._share.observe(rows, 0, (time.perf_counter() - started) * 1e3)
             return results
         finally:
-            with self._lock:
-                self._alone = None
+            self._alone = None
 
     def _run_together(self) -> None:
         """Run tasks until each waits for rows of the model, then run a pass."""
@@ -403,8 +405,9 @@ class Scheduler:
         except Exception as error:
             for request in requests:
                 request.error = error
-        with self._lock:
-            task.requests = requests
+        task.requests = requests
+        if task.cancelled:
+            task.fail(PassCancelledError("The sequence was cancelled."))
 
     def _pass(self, waiting: list[RowRequest], step_started: float) -> None:
         """Run one pass over waiting rows; the oldest sequence's are always among them."""
@@ -428,9 +431,8 @@ class Scheduler:
     def _forward(self, chosen: list[tuple[RowRequest, int]]) -> bool:
         """Evaluate the next rows of requests to one backend; return whether that went well."""
         try:
-            outputs = chosen[0][0].backend.forward(
-                [(request.cache, request.next_rows(count)) for request, count in chosen]
-            )
+            passes = [(request.cache, request.next_rows(count)) for request, count in chosen]
+            outputs = _forward(chosen[0][0].backend, passes)
         except Exception as error:
             for request, _ in chosen:
                 request.error = copy.copy(error)  # each raises it in a task of its own
@@ -506,6 +508,18 @@ class Scheduler:
                 task.fail(PreemptedError("The sequence gave its pages to older ones."))
                 return True
         return False
+
+
+def _forward(
+    backend: Backend, passes: Sequence[tuple[KVCache, Pass]], task: SequenceTask | None = None
+) -> list[PassResult]:
+    """Run a pass, once more where it was cancelled as the task of a pass before it was, which had ended by then."""
+    try:
+        return backend.forward(passes)
+    except PassCancelledError:
+        if task is not None and task.cancelled:
+            raise
+    return backend.forward(passes)
 
 
 def _pages_for(cache: KVCache, rows: int) -> int:
