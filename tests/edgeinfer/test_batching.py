@@ -396,7 +396,7 @@ def reply(model: Model, results: dict[str, Result], prompt: str, tokens: int) ->
 def test_an_interrupt_at_any_moment_ends_all_replies(model: Model) -> None:
     """Before each of the instructions by which replies are let go on and ended."""
     before, results = threading.active_count(), dict[str, Result]()
-    for place in itertools.count(1, 5):
+    for place in itertools.count(1, 13):
         batch = model.reply_batch(2)
         for prompt in COMPANY:
             batch.add(reply(model, results, prompt, 24))
