@@ -11,9 +11,9 @@ from edgeinfer.core.version import VERSION as _VERSION
 
 if TYPE_CHECKING:
     from edgeinfer import tools
-    from edgeinfer.api import Model, aload, load, plan
+    from edgeinfer.api import aload, load, plan
     from edgeinfer.async_replies import AsyncTokenStream
-    from edgeinfer.batching import ReplyBatch, Slot
+    from edgeinfer.batching import ReplyBatch
     from edgeinfer.chat import Chat
     from edgeinfer.context_model import ContextModel
     from edgeinfer.core.contexts import Context
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from edgeinfer.generation import TokenStream
     from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
     from edgeinfer.installed import LocalModel, ModelFacts, describe, list_models, pull, remove_model, verify
+    from edgeinfer.model import Model
     from edgeinfer.runtime.planning.plan import MemoryPlan
     from edgeinfer.tools import evaluate, list_devices
     from edgeinfer.verification_round import VerificationStream
@@ -60,7 +61,7 @@ __all__ = [
     "EdgeInferError", "FoundModel", "GenerationConfig", "GenerationOptions", "GrammarError", "HubError",
     "InternalError", "LoadConfig", "LoadOptions", "LocalModel", "MemoryPlan", "Model", "ModelError", "ModelFacts",
     "NativeUnavailableError", "Offer", "PromptError", "ReducedCompute", "RemoteError", "ReplyBatch", "Result",
-    "Sampling", "Search", "Slot", "Speculation", "StorageError", "TemplateError", "TokenStream", "TokenizerError",
+    "Sampling", "Search", "Speculation", "StorageError", "TemplateError", "TokenStream", "TokenizerError",
     "UnshareableError", "UnsupportedArchitectureError", "UsageError", "UserError", "VerificationStream", "aload",
     "catalog", "describe", "evaluate", "list_devices", "list_models", "load", "offers", "plan", "pull", "remove_model",
     "search_hub", "tools", "verify",
@@ -73,9 +74,9 @@ _os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # The module of each name.
 _NAMES = {
-    "api": "MemoryPlan Model TokenStream VerificationStream aload load plan",
+    "api": "aload load plan",
     "async_replies": "AsyncTokenStream",
-    "batching": "ReplyBatch Slot",
+    "batching": "ReplyBatch",
     "chat": "Chat",
     "context_model": "ContextModel",
     "core.contexts": "Context",
@@ -92,6 +93,7 @@ _NAMES = {
     "core.options.reply": "GenerationConfig Sampling",
     "core.options.types": "GenerationOptions LoadOptions",
     "core.results": "Chunk Result",
+    "model": "MemoryPlan Model TokenStream VerificationStream",
     "tools": "evaluate list_devices",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

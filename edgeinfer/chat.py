@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
-from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
+from edgeinfer.async_replies import AsyncTokenStream
 from edgeinfer.bundle.writing import write_file
 from edgeinfer.core.errors import PromptError, TemplateError, UsageError, shown
 from edgeinfer.core.options import format_size
 from edgeinfer.core.options.types import GenerationOptions
 from edgeinfer.core.results import ModelInfo, Result
 from edgeinfer.generation import TokenStream
+from edgeinfer.model_thread import ModelThread
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
 
 _FORMAT = "edgeinfer-chat"
@@ -30,7 +31,7 @@ class ConversationModel(Protocol):
     def info(self) -> ModelInfo: ...
 
     @property
-    def reply_thread(self) -> ReplyThread: ...
+    def reply_thread(self) -> ModelThread: ...
 
     @property
     def stream_chat(self) -> Callable[..., TokenStream]: ...

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
-from edgeinfer.async_replies import ReplyThread
+from edgeinfer.batching import Replies
 from edgeinfer.chat import Chat
 from edgeinfer.core.contexts import Context, UnreadContextError
 from edgeinfer.core.errors import StorageError, UsageError
@@ -21,10 +20,11 @@ from edgeinfer.core.options.types import GenerationOptions
 from edgeinfer.core.results import ContextUse, ModelInfo, Placement, Result
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelParts
-from edgeinfer.loaded import LoadedModel
+from edgeinfer.model_thread import ModelThread
 from edgeinfer.reply_decoding import GenerationRequest
-from edgeinfer.runtime.backends.contract import PreemptedError, adapters_of
+from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.contexts import ContextMaker
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.kv_cache.contexts import (
     PLACEMENTS,
     ContextRows,
@@ -37,6 +37,7 @@ from edgeinfer.runtime.kv_cache.contexts import (
     read_rows,
 )
 from edgeinfer.runtime.kv_cache.session_file import SessionFile
+from edgeinfer.tokenizing import TextEncoder
 
 _log = logging.getLogger("edgeinfer")
 
@@ -57,17 +58,15 @@ class ContextModel:
 
     Args:
         reply_thread: the model's thread that makes replies for event loops.
-        start: starts the model's replies.
-        reading: yields the parts that evaluate contexts, while no reply uses them.
+        replies: starts the model's.
         contexts, placement, temperature: as `Model.with_contexts` takes them.
     """
 
     def __init__(
         self,
-        model: LoadedModel,
-        reply_thread: ReplyThread,
-        start: Callable[[GenerationRequest], TokenStream],
-        reading: Callable[[], AbstractContextManager[ModelParts]],
+        texts: TextEncoder,
+        reply_thread: ModelThread,
+        replies: Replies,
         contexts: Sequence[Context | str | Path],
         placement: Placement,
         temperature: float,
@@ -77,7 +76,7 @@ class ContextModel:
         require(placement in PLACEMENTS, "placement", placement, "one of " + ", ".join(PLACEMENTS))
         require(0.1 <= temperature <= 10, "temperature", temperature, "between 0.1 and 10")
         self.reply_thread = reply_thread
-        self._model, self._start, self._reading = model, start, reading
+        self._texts, self._replies = texts, replies
         self._placement: Placement = placement
         self._temperature = temperature
         self._joined: dict[tuple[tuple[int, ...], str | None], JoinedContexts] = {}
@@ -87,7 +86,7 @@ class ContextModel:
     @property
     def info(self) -> ModelInfo:
         """Which model it is."""
-        return self._model.info
+        return self._texts.lifecycle.facts.info
 
     def generate(self, prompt: str, **options: Unpack[GenerationOptions]) -> Result:
         """Continue a text after the contexts; options and errors as of `Model.generate`."""
@@ -97,15 +96,15 @@ class ContextModel:
         """Continue a text after the contexts, chunk by chunk; options and errors as of `Model.stream`."""
         started = time.perf_counter()
         config = GenerationConfig.of(**options)
-        ids = self._model.tokenize_prompt(prompt, parse_special=config.parses_prompt)
-        prefix = self._model.prefix_ids
+        ids = self._texts.prompt(prompt, True, config.parses_prompt)
+        prefix = self._texts.prefix_ids
         del ids[: len(prefix)]
         if not prefix:
             # Attention rests on the first token, which all contexts must share.
-            prefix = self._model.tokenize_data("\n")
+            prefix = self._texts.data("\n")
         contexts = self._made(tuple(prefix), config.adapter)
         tokens = [*contexts.tokens, *ids]
-        return self._start(
+        return self._replies.start(
             GenerationRequest(prompt=tokens, config=config, started=started, continues=True, contexts=contexts)
         )
 
@@ -125,10 +124,10 @@ class ContextModel:
         """Answer messages as `Model.stream_chat` does. `progress` is called with the tokens of each pass that evaluates
         contexts; its errors end the reply."""
         started = time.perf_counter()
-        config = GenerationConfig.for_chat(self._model.sampling, options)
-        prefix, rest = self._model.split_chat(messages, prefill)
+        config = GenerationConfig.for_chat(self._texts.lifecycle.facts.sampling, options)
+        prefix, rest = self._texts.split(messages, prefill)
         contexts = self._made(tuple(prefix), config.adapter, progress)
-        return self._start(
+        return self._replies.start(
             GenerationRequest(
                 prompt=[*contexts.tokens, *rest],
                 config=config,
@@ -141,7 +140,7 @@ class ContextModel:
 
     def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of messages without the contexts."""
-        return self._model.tokenize_chat(messages)
+        return self._texts.chat(messages, None, None, "", parse_special=False, fitting=False)
 
     def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
         """Refuse, as rows of contexts have their own files."""
@@ -163,11 +162,11 @@ class ContextModel:
         if known is not None and known.tokens == whole and known.there:
             known.use = replace(known.use, evaluated=0)
             return known
-        with self._reading() as parts:
-            parts.engine.use_adapter(adapter)
+        with self._replies.working() as parts:
+            parts.sequence.use_adapter(adapter)
             reader = _Reader(parts, prefix, adapter, progress)
-            rows = reader.read_all(list(zip(self.contexts, texts, strict=True)))
-            parts.engine.restart()
+            rows = parts.scheduler.run(reader.read_all(list(zip(self.contexts, texts, strict=True))))
+            parts.sequence.restart()
             edited = sum(each.edits > 0 for each in rows)
             lossless = len(rows) == 1 and not edited and self._temperature == 1
             tokens = sum(map(len, texts))
@@ -185,7 +184,7 @@ class ContextModel:
         known = self._encoded.get(context)
         if known is not None and version is not None and known[0] == version:
             return known[1]
-        tokens = tuple(self._model.tokenize_data(context.text() + _APART, fitting="context"))
+        tokens = tuple(self._texts.data(context.text() + _APART, "context"))
         if not tokens:
             raise UnreadContextError(context.path, f"{context.path} has no tokens.", "Leave it out.")
         self._encoded[context] = version, tokens
@@ -207,38 +206,43 @@ def remembered(known: dict[tuple[object, ...], ContextModel], made: ContextModel
 class _Reader:
     """Finds or makes the rows of contexts after one prefix; `evaluated` counts the tokens it had to evaluate."""
 
+    prefix: ContextRows
+
     def __init__(
         self, parts: ModelParts, prefix: tuple[int, ...], adapter: str | None, progress: Callable[[int], None] | None
     ) -> None:
-        self._maker = ContextMaker(parts.engine, parts.decoder, prefix, progress)
-        kind = parts.engine.backend.cache.snapshot(0, 0)
-        origin = parts.origin.with_adapter(adapters_of(parts.engine.backend)[adapter] if adapter else "")
+        self._maker = ContextMaker(parts.sequence, parts.decoder, prefix, progress)
+        kind = parts.sequence.cache.snapshot(0, 0)
+        origin = parts.origin.with_adapter(parts.backend.adapters[adapter] if adapter else "")
         self._making = Making(origin, parts.vocabulary_digest, prefix, kind.kv, kind.scales)
-        self._engine = parts.engine
-        self.prefix = RowsInMemory.of(prefix, self._undisturbed(self._maker.prefix))
+        self._sequence, self._prefix = parts.sequence, prefix
         self.evaluated = 0
 
-    def read_all(self, contexts: Sequence[tuple[Context, tuple[int, ...]]]) -> list[ContextRows]:
-        return [self._undisturbed(partial(self.read, context, tokens)) for context, tokens in contexts]
+    def read_all(self, contexts: Sequence[tuple[Context, tuple[int, ...]]]) -> Passes[list[ContextRows]]:
+        self.prefix = RowsInMemory.of(self._prefix, (yield from self._undisturbed(self._maker.prefix)))
+        rows = []
+        for context, tokens in contexts:
+            rows.append((yield from self._undisturbed(partial(self.read, context, tokens))))
+        return rows
 
-    def _undisturbed(self, make: Callable[[], T]) -> T:
+    def _undisturbed(self, make: Callable[[], Passes[T]]) -> Passes[T]:
         """Call `make`, again each time that an older reply takes its pages."""
         while True:
             try:
-                return make()
+                return (yield from make())
             except PreemptedError:
-                self._engine.restart()
+                yield from self._sequence.give_way()
 
-    def read(self, context: Context, tokens: tuple[int, ...]) -> ContextRows:
+    def read(self, context: Context, tokens: tuple[int, ...]) -> Passes[ContextRows]:
         path, kept = self._kept(context)
         if kept is not None and kept.tokens == tokens and (context.edits == "turn" or not kept.edits):
             return kept
         edits = 0
         if kept is not None and context.edits == "turn":
-            rows, evaluated = self._maker.edited(tokens, kept)
+            rows, evaluated = yield from self._maker.edited(tokens, kept)
             edits = kept.edits + 1
         else:
-            rows, evaluated = self._maker.whole(tokens), len(tokens)
+            rows, evaluated = (yield from self._maker.whole(tokens)), len(tokens)
         self.evaluated += evaluated
         try:
             if path is not None:

@@ -1,4 +1,4 @@
-"""One reply as it is made: engine steps become streamed text and, at the end, a Result with its figures."""
+"""One reply as it is made: tokens become streamed text and, at the end, a Result with its figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from edgeinfer.batching import Turns
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.results import Chunk, FinishReason, MemoryUse, Result, Timings, TokenLogprob, Usage
 from edgeinfer.lifecycle import ModelParts
@@ -23,14 +22,17 @@ from edgeinfer.reply_decoding import (
     make_strategy,
     steered,
 )
-from edgeinfer.runtime.backends.contract import PreemptedError
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
+from edgeinfer.runtime.backends.contract import PassResult, PreemptedError
+from edgeinfer.runtime.decoding.scheduler import SequenceTask
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Prefill, Strategy
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
+from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.system.forks import keep_for_good
 from edgeinfer.runtime.system.memory import allocating, name_refusal, process_memory, proportional_bytes
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
 from edgeinfer.runtime.text.streaming import ReplyText
+from edgeinfer.turns import Turns
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
@@ -97,31 +99,29 @@ class TokenStream:
     while it was paused.
     """
 
-    def __init__(self, parts: ModelParts, request: GenerationRequest, turns: Turns) -> None:
+    def __init__(self, parts: ModelParts, request: GenerationRequest, turns: Turns | None) -> None:
         self._parts = parts
         self._request = request = steered(parts, request)
         self._prompt, self._config, self._contexts = request.prompt, request.config, request.contexts
-        self._turns = turns
+        self._turns = turns  # None where the reply has a sequence of its own
         self._step_ms: list[float] = []
         self._overhead_ms: list[float] = []  # of tokens between two plain steps, besides the pass and their reader
-        self._waited_ms = 0.0  # for the model's files to be verified
         self._result: Result | None = None
         self._thread = threading.current_thread()
-        self._cancelled = False
-        self._chunks: Generator[Chunk] | None = None
+        self._stopped = threading.Event()
+        self._over = self._advancing = self._forked = False
         self._lock = threading.RLock()  # one thread at a time makes the reply, or ends it
-        self._advancing = False
         with self._lock:
-            turns.claim(self)
+            self._claim()
             try:
                 self._prepare()
             except BaseException:
-                turns.leave(self)
+                self._leave_turn()
                 raise
 
     def _prepare(self) -> None:
         parts, prompt, config = self._parts, self._prompt, self._config
-        parts.engine.use_adapter(config.adapter, self._contexts)
+        parts.sequence.use_adapter(config.adapter, self._contexts)
         self._counts = None if parts.watched is None else parts.watched.counts
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
         before = prompt if self._request.continues else ()
@@ -132,16 +132,20 @@ class TokenStream:
         self._logprobs = ShownLogprobs(parts.tokenizer, self._sampler.logprobs) if asked else None
         parts.ledger.begin_turn()
         self._strategy = self._new_strategy(parts)
-        self._first_strategy: DecodingStrategy | None = None  # where the reply has moved since
-        self._left = parts.engine.allowance(len(prompt), config.max_tokens)
-        self._steps: Generator[Step] | None = None
-        self._made: list[int] = []  # by the engine; `_ahead` holds steps made before a pause and not yet returned
-        self._ahead: deque[Step] = deque()
-        self._between = True  # passes
+        self._first_strategy: Strategy | None = None  # where the reply has moved since
+        self._left = parts.sequence.allowance(len(prompt), config.max_tokens)
+        # The sequence's list, which stays when another text takes the sequence.
+        self._tokens: list[int] = [*prompt, *self._request.reply]
+        self._ahead: deque[int] = deque()  # tokens of the latest pass that were not given yet
+        self._entered = self._joined = False
+        self._since = self._look = 0.0  # times of the latest pass's tokens, and of the next look at the budget
         self._prefill: Prefill | None = None
-        self._chunks = self._run()
+        self._items: deque[Chunk] = deque()  # that were made and not read yet
+        self._error: Exception | None = None
+        self._scheduled = False
+        self._task = SequenceTask(self._run(), self._items.append, self._ended)
 
-    def _new_strategy(self, parts: ModelParts) -> DecodingStrategy:
+    def _new_strategy(self, parts: ModelParts) -> Strategy:
         return make_strategy(parts, self._sampler, self._request, self._stop_ids)
 
     @property
@@ -173,45 +177,49 @@ class TokenStream:
 
     def cancel(self) -> None:
         """Stop within the current pass; the next chunk is the last. Safe from any thread."""
-        self._cancelled = True
-        # The engine is the model's, not this reply's: it may be working on another.
-        self._turns.if_running(self, self._parts.engine.cancel)
+        self._stopped.set()
+        self._parts.scheduler.cancel(self._task)
+
+    @property
+    def _cancelled(self) -> bool:
+        return self._stopped.is_set()
 
     def pause(self) -> bool:
         """Let other replies of the model run; return whether that was possible. The next chunk continues the same text.
 
-        A reply cannot pause where a context shift may drop parts of its text. Its rows stay where others leave room,
-        else in a prefix cache (LoadConfig.prefix_cache) as far as that has room; the rest is evaluated again.
+        A reply cannot pause where a context shift may drop parts of its text, nor between the passes of one chunk. Its
+        rows stay where others leave room, else in a prefix cache (LoadConfig.prefix_cache) as far as that has room; the
+        rest is evaluated again.
         """
         # The branches of a search are in the cache with the reply.
-        if self._parts.engine.context_shift is not None or (self._strategy.searches and self._made):
+        if self._parts.sequence.context_shift is not None or (self._strategy.searches and self._made):
             return False
         with self._lock:
-            self._finish_pass()
-            self._close_steps()
+            if self._task.requests or self._turns is None:
+                return False
+            self._leave_sequence()
             self._turns.pause(self)
         return True
 
-    def move(self, parts: ModelParts, turns: Turns) -> None:
+    def move(self, parts: ModelParts) -> None:
         """Continue in another sequence of the model, side by side with others; only if `shareable`."""
         assert parts.drafting is not None, "the sequence shares passes"
         with self._lock:
             if self._result is not None:
                 return
-            self._finish_pass()
-            self._close_steps()
+            self._leave_sequence()
             before = self._strategy
             if before.searches:
                 self._strategy = self._new_strategy(parts)
             else:
-                self._strategy = parts.speculator.sequence_strategy(self._sampler, self._config, parts.drafting, before)
+                given = (parts.sequence, self._sampler, self._config, parts.drafting)
+                self._strategy = parts.speculator.strategy(*given, before)
                 # Its statistics are reported where the rest is decoded plainly.
                 self._first_strategy = self._first_strategy or before
-            parts.engine.use_adapter(self._config.adapter)
-            parts.engine.borrow(self._parts.engine, [*self._prompt, *self._made])
-            self._turns.leave(self)
-            self._parts, self._turns = parts, turns
-            turns.claim(self)
+            parts.sequence.use_adapter(self._config.adapter)
+            parts.sequence.borrow(self._parts.sequence, self._tokens)
+            self._leave_turn()
+            self._parts, self._turns = parts, None
 
     @property
     def shareable(self) -> bool:
@@ -223,26 +231,51 @@ class TokenStream:
         """Whether the reply is a search, which cannot be paused once it has started."""
         return self._strategy.searches
 
-    def _finish_pass(self) -> None:
-        """Take the remaining tokens of the current pass."""
-        while not (self._between or self._result):
-            step = self._step()
-            if step is None:
-                break
-            self._ahead.append(step)
+    @property
+    def over(self) -> bool:
+        """Whether no further chunk will be made."""
+        return self._over
+
+    @property
+    def _made(self) -> int:
+        """How many tokens of the reply were made."""
+        return len(self._tokens) - len(self._prompt)
 
     def prepare(self, tokens: int) -> bool:
         """Evaluate up to so many tokens of the prompt before the first chunk is requested, so that the reply can be
         paused in between; return whether the prompt is complete. UsageError while another reply runs."""
         with self._lock:
-            if self._made or self._cancelled or self._result is not None:
+            if self._made or self._cancelled or self._over:
                 return True
-            self._turns.claim(self)
-            self._parts.engine.use_adapter(self._config.adapter, self._contexts)
+            self._enter()
             with allocating("The reply"):
-                ready = self._parts.engine.prepare(self._prompt, tokens)
+                ready = self._parts.scheduler.run(self._parts.sequence.prepare(self._prompt, tokens), self._task)
             self._add_prefill()
             return ready or self._cancelled
+
+    def schedule(self) -> None:
+        """Have the steps of the model's scheduler make the reply; iteration does so by itself."""
+        if not self._scheduled and not self._over:
+            self._scheduled = True
+            self._parts.scheduler.add(self._task)
+
+    def take(self) -> list[Chunk]:
+        """The chunks that were made and not read yet; raises the error that ended the reply behind them."""
+        taken = [*self._items]
+        self._items.clear()
+        if not taken:
+            self._raise_error()
+        return taken
+
+    def _raise_error(self) -> None:
+        """Raise the error that ended the reply, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                name_refusal("The reply", error)
+                raise error
+            finally:
+                del error  # the frames of its traceback hold pages, and would wait for the collection of a circle
 
     def close(self) -> None:
         """Finish now; an unfinished reply counts as cancelled. A chunk that another thread is making is the last."""
@@ -252,37 +285,45 @@ class TokenStream:
         try:
             if self._advancing:  # called from within the reply itself
                 self.cancel()
-            elif self._chunks is not None:
-                self._chunks.close()
-                if self._result is None:
-                    self._finish("cancelled")
+            elif not self._over and not self._forked:
+                self._parts.scheduler.remove(self._task)
+                self._task.close()
+                self._items.clear()
         finally:
             self._lock.release()
 
     def disown(self) -> None:
         """Leave the reply to the parent of this forked process, where it continues."""
-        keep_for_good(self._chunks)  # ending them would wait for the other process's threads
-        keep_for_good(self._steps)
-        self._chunks = self._steps = None
-        self._lock, self._advancing, self._between, self._cancelled = threading.RLock(), False, True, True
+        keep_for_good(self._task)  # ending it would change what is the parent's
+        self._lock, self._advancing, self._forked = threading.RLock(), False, True
+        self._stopped.set()
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
         with self._lock:
-            if self._chunks is None and self._cancelled:
+            if self._forked:
                 raise UsageError("The reply started before this process was forked.", "Ask for it again here.")
-            if self._advancing or self._chunks is None:
+            if self._advancing:
                 raise UsageError("The reply is being made.", "Wait for its next chunk.")
-            self._advancing = True
-            try:
-                return next(self._chunks)
-            except Exception as error:
-                name_refusal("The reply", error)
-                raise
-            finally:
-                self._advancing = False
+            if not self._items and not self._over:
+                self._advance()
+            if self._items:
+                return self._items.popleft()
+            self._raise_error()
+        raise StopIteration
+
+    def _advance(self) -> None:
+        """Step the model until the next chunk is there."""
+        self._advancing = True
+        try:
+            self.schedule()
+            step, items = self._parts.scheduler.step, self._items
+            while not items and not self._over:
+                step()
+        finally:
+            self._advancing = False
 
     def __enter__(self) -> Self:
         return self
@@ -292,34 +333,36 @@ class TokenStream:
     ) -> None:
         self.close()
 
-    def _run(self) -> Generator[Chunk]:
+    def _run(self) -> Generator[Evaluate | Chunk, list[PassResult], None]:
+        """The reply's task: passes and chunks."""
         reason: FinishReason = "length"
-        started = (time.perf_counter() - self._request.started) * 1e3
         plain, read_ms = False, 0.0
         try:
-            while (step := self._ahead.popleft() if self._ahead else self._step()) is not None:
-                self._step_ms.append(step.ms if self._step_ms else step.ms + started + self._waited_ms)
+            while True:
+                self._round_ms = 0.0  # of one pass's tokens the first has them all
+                if self._cancelled if self._ahead else not (yield from self._next_tokens()):
+                    reason = self._reason_at_limit()
+                    break
+                token, pass_ms = self._ahead.popleft(), self._strategy.pass_ns / 1e6
+                self._step_ms.append(self._round_ms)
                 # After a step of several tokens there is more to do than one token's share.
-                if plain and step.pass_ms:
-                    self._overhead_ms.append(step.ms - step.pass_ms - read_ms)
-                plain = step.pass_ms > 0
-                self._parts.ledger.check()
-                text = self._text.push(step.token)
+                if plain and pass_ms:
+                    self._overhead_ms.append(self._round_ms - pass_ms - read_ms)
+                plain = pass_ms > 0
+                text = self._text.push(token)
                 if self._text.ended:
                     reason = "stop"
-                if step.token in self._stop_ids:
+                if token in self._stop_ids:
                     break
                 logprobs: tuple[TokenLogprob, ...] = ()
                 if self._logprobs is not None:
-                    self._logprobs.push(step.token, self._text.decoded)
+                    self._logprobs.push(token, self._text.decoded)
                     logprobs = self._logprobs.show(text)
-                chunk, given = Chunk(text, (step.token,), logprobs=logprobs), time.perf_counter()
+                chunk, given = Chunk(text, (token,), logprobs=logprobs), time.perf_counter()
                 yield chunk
                 read_ms = (time.perf_counter() - given) * 1e3
                 if self._text.ended:
                     break
-            else:
-                reason = self._reason_at_limit()
             yield self._last_chunk(reason)
         finally:
             # Closed early, or an error on its way to the caller: the model must be free again in either case.
@@ -334,54 +377,85 @@ class TokenStream:
         whole = self._made and not self._strategy.searches and self._sampler.only_ends(self._stop_ids)
         return "stop" if whole else "length"
 
-    def _step(self) -> Step | None:
-        """Take the engine's next step, restarting its generation after a pause; None where the reply is over."""
-        if self._steps is None:
-            if self._left == 0 or self._cancelled or (self._made and self._made[-1] in self._stop_ids):
-                return None
-            self._turns.claim(self)
-            self._parts.engine.use_adapter(self._config.adapter, self._contexts)
-            self._steps = self._parts.engine.generate(
-                [*self._prompt, *self._made],
-                self._sampler,
-                max_tokens=self._left,
-                stop_ids=self._stop_ids,
-                strategy=self._strategy,
-            )
-            # The engine forgets cancellations from before it starts.
-            if self._cancelled:
-                return None
-        try:
-            step = next(self._steps, None)
-        except PreemptedError:
-            # Its pages were given to others; the text is evaluated again as soon as pages are free.
-            self._close_steps()
-            self._parts.engine.restart()
-            return self._step()
-        if not self._made:
+    def _next_tokens(self) -> Passes[bool]:
+        """Make the tokens of another pass, in a sequence that a paused reply enters again; return whether there
+        are any."""
+        first, sequence = not self._made, self._parts.sequence
+        tokens: Sequence[int] = ()
+        if self._left == 0 or self._cancelled or not (first or self._tokens[-1] not in self._stop_ids):
+            return False
+        while not tokens:
+            try:
+                if self._entered:
+                    tokens = yield from sequence.proceed(self._left)
+                else:
+                    yield from self._join()
+                    self._enter()
+                    if self._cancelled:
+                        return False
+                    self._entered = True
+                    tokens = yield from sequence.start(self._tokens, self._left, self._stop_ids, self._strategy)
+                    self._tokens = sequence.tokens
+                break
+            except PreemptedError:
+                # Its pages were given to others; the text is evaluated again as soon as pages are free.
+                self._entered = False
+                yield from sequence.give_way()
+        if first:
             self._add_prefill()
-            waited = self._parts.verification.await_verdict(lambda: self._cancelled)
-            if waited is None:
-                return None
-            self._waited_ms = waited
-        if step is not None:
-            self._made.append(step.token)
-            self._left -= 1
-            self._between = step.last
-        return step
+            if self._parts.verification.await_verdict(lambda: self._cancelled) is None:
+                return False
+        now = time.perf_counter()
+        self._since, self._round_ms = now, (now - (self._request.started if first else self._since)) * 1e3
+        if now >= self._look:
+            self._look = now + ledgers.LOOK_S
+            self._parts.ledger.check()
+        self._left -= len(tokens)
+        self._ahead.extend(tokens)
+        return bool(tokens)
+
+    def _join(self) -> Passes[None]:
+        """Wait for rows of the prompt that others are about to evaluate."""
+        join, self._joined = None if self._joined else self._parts.join, True
+        if join is not None:
+            yield from join(self._tokens)
+
+    def _enter(self) -> None:
+        """Take the turn, and the sequence."""
+        self._claim()
+        self._parts.sequence.use_adapter(self._config.adapter, self._contexts)
+        self._parts.sequence.stopped = self._stopped
+        self._since = time.perf_counter()
+
+    def _claim(self) -> None:
+        if self._turns is not None:
+            self._turns.claim(self)
+
+    def _leave_turn(self) -> None:
+        if self._turns is not None:
+            self._turns.leave(self)
+
+    def _leave_sequence(self) -> None:
+        """Leave the sequence to others, until the next chunk is wanted."""
+        if self._entered:
+            self._parts.sequence.leave()
+        if self._scheduled:
+            self._parts.scheduler.remove(self._task)
+        self._entered = self._scheduled = False
 
     def _add_prefill(self) -> None:
-        """Add how the engine evaluated the latest part of the prompt."""
-        latest, before = self._parts.engine.prefill, self._prefill
+        """Add how the sequence evaluated the latest part of the prompt."""
+        latest, before = self._parts.sequence.prefill, self._prefill
         if before is None:
             self._prefill = latest
         else:
             self._prefill = Prefill(before.cached, before.evaluated + latest.evaluated, before.ms + latest.ms)
 
-    def _close_steps(self) -> None:
-        if self._steps is not None:
-            self._steps.close()
-            self._steps = None
+    def _ended(self, error: Exception | None) -> None:
+        """The task is over."""
+        self._over, self._scheduled, self._error = True, False, error
+        if self._result is None:  # it never began
+            self._finish("cancelled")
 
     def _last_chunk(self, reason: FinishReason) -> Chunk:
         text = self._text.finish()
@@ -393,7 +467,9 @@ class TokenStream:
         return Chunk(text, (), reason, logprobs)
 
     def _finish(self, reason: FinishReason) -> None:
-        self._close_steps()
+        if self._entered:
+            self._entered = False
+            self._parts.sequence.leave()
         self._strategy.finish()
         strategy, parts = self._strategy, self._parts
         if self._first_strategy is not None:
@@ -421,17 +497,17 @@ class TokenStream:
             ),
             speculation=parts.speculator.summary(self._config, strategy, timings.per_token_ms),
             model=parts.info,
-            overflow=context_shift_summary(parts.engine.context_shift, parts.engine.lost),
+            overflow=context_shift_summary(parts.sequence.context_shift, parts.sequence.lost),
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
-            compute=strategy.compute_use(),
-            search=strategy.search_use(),
-            remote=strategy.remote_use(),
+            compute=strategy.compute,
+            search=strategy.search,
+            remote=strategy.remote,
             stop_string=self._text.stop_string,
             contexts=None if self._contexts is None else self._contexts.use,
             logprobs=() if self._logprobs is None else tuple(self._logprobs.given),
             schema_class=getattr(self._config.json_schema, "schema_class", None),
         )
         parts.speculator.finished(strategy, self._overhead_ms)
-        self._turns.leave(self)
+        self._leave_turn()
         if self._request.on_finish is not None:
             self._request.on_finish(self._result)

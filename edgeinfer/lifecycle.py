@@ -27,10 +27,11 @@ from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import LoadCosts, ModelInfo
 from edgeinfer.core.user_files import user_cache
 from edgeinfer.core.version import SAMPLING
-from edgeinfer.runtime.backends.contract import adapters_of
-from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.decoding.scheduler import SequenceBackend
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.expert_use import ExpertUseObserver
+from edgeinfer.runtime.decoding import sequence as sequences
+from edgeinfer.runtime.decoding.scheduler import Scheduler
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.kv_cache.session_file import Origin, SessionFile, open_session, write_session
 from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelParts:
-    engine: Engine
+    sequence: sequences.Sequence  # of the reply that has the model to itself, or of one of several
     tokenizer: TokenizerLike
     loaded: ModelInfo  # which model it is, without the state of verification that `info` adds
     begin_ids: tuple[int, ...]
@@ -65,27 +66,37 @@ class ModelParts:
     ledger: Ledger
     verification: Verification  # of its files; replies wait for it
     threads: int
-    watched: ExpertCountingBackend | None = None  # the backend of a model with experts, which counts how they are used
+    watched: ExpertUseObserver | None = None  # counts how the model's experts are used, if it has any
     decoder: DecoderSpec | None = None  # description of the layers, where the bundle has one
     sampling: Mapping[str, Any] = field(default_factory=dict)  # generation options that its makers recommend for chats
     main: ModelParts | None = None  # in the parts of one of several sequences, the model's own parts
     drafting: SequenceDrafting | None = None  # in the parts of one of several sequences, its drafting
+    # In those too: takes over rows of a text that other sequences have, or waits until they do.
+    join: Callable[[Sequence[int]], Passes[None]] | None = None
     # The server that decides the text which this model drafts; None where this model decides.
     remote: RemoteDeciding | None = None
 
-    def for_sequence(self, engine: Engine, replies: Callable[[], int]) -> ModelParts:
-        """These parts with the engine of another sequence, for replies side by side."""
-        drafting = SequenceDrafting(engine.backend, replies)
-        return replace(self, engine=engine, watched=None, main=self, drafting=drafting)
+    def for_sequence(
+        self, sequence: sequences.Sequence, replies: Callable[[], int], join: Callable[[Sequence[int]], Passes[None]]
+    ) -> ModelParts:
+        """These parts with another sequence, for replies side by side."""
+        drafting = SequenceDrafting(sequence.cache, replies)
+        return replace(self, sequence=sequence, watched=None, main=self, drafting=drafting, join=join)
+
+    @property
+    def backend(self) -> Backend:
+        return self.sequence.backend
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """It makes all replies of the model."""
+        if self.main is not None:
+            return self.main.scheduler
+        return Scheduler(self.backend, self.sequence.chunk)
 
     @property
     def info(self) -> ModelInfo:
         return replace(self.loaded, verified=self.verification.outcome)
-
-    @property
-    def batch_size(self) -> int:
-        backend = self.engine.backend
-        return backend.batch_size if isinstance(backend, SequenceBackend) else 1
 
     @property
     def plan(self) -> MemoryPlan:
@@ -105,14 +116,14 @@ class ModelParts:
 
         self.ledger.plan_grammars()
         sliced = self.plan.configuration.grammars == "sliced"
-        return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size, sliced=sliced)
+        return GrammarVocabulary(self.tokenizer, self.backend.geometry.vocab_size, sliced=sliced)
 
     @cached_property
     def choice_lists(self) -> ChoiceLists:
         """The lists of choices of recent replies."""
         if self.main is not None:
             return self.main.choice_lists
-        return ChoiceLists(self.tokenizer, self.literal_encoder, self.engine.backend.geometry.vocab_size)
+        return ChoiceLists(self.tokenizer, self.literal_encoder, self.backend.geometry.vocab_size)
 
     @cached_property
     def literal_encoder(self) -> LiteralEncoder:
@@ -298,7 +309,7 @@ class ModelLifecycle:
 
     def _put_aside(self, parts: ModelParts) -> None:
         self._forget_aside()
-        if not (self._puts_aside and parts.engine.cached_tokens and parts.engine.backend.cache.copyable):
+        if not (self._puts_aside and parts.sequence.cached_tokens and parts.sequence.cache.copyable):
             return
         if not parts.verification.passed:
             return
@@ -338,7 +349,7 @@ def _facts(parts: ModelParts) -> Facts:
         parts.load,
         parts.tensors,
         parts.threads,
-        tuple(adapters_of(parts.engine.backend)),
+        tuple(parts.backend.adapters),
         parts.sampling,
         parts.origin.model,
         isinstance(parts.tokenizer, Tokenizer),
@@ -348,8 +359,8 @@ def _facts(parts: ModelParts) -> Facts:
 def _free(parts: ModelParts) -> None:
     parts.verification.stop()
     parts.speculator.close()
-    parts.engine.evict_prefixes()
-    parts.engine.backend.close()
+    parts.sequence.evict_prefixes()
+    parts.backend.close()
 
 
 def _place() -> Path:
@@ -373,16 +384,16 @@ def _remove(path: Path) -> None:
 
 def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
     """Write the cache to a file, of the common prefix with `tokens` as far as it can be resumed; None writes all."""
-    engine = parts.engine
-    shared = len(engine.cached_tokens) if tokens is None else engine.shared(tokens)
-    cached = engine.cached_tokens[: engine.backend.cache.resumable(shared)]
-    origin = parts.origin.with_adapter(_digests(engine)[engine.adapter])
-    write_session(path, origin, cached, engine.backend.cache.snapshot, text)
+    sequence = parts.sequence
+    shared = len(sequence.cached_tokens) if tokens is None else sequence.shared(tokens)
+    cached = sequence.cached_tokens[: sequence.cache.rewindable_to(shared)]
+    origin = parts.origin.with_adapter(_digests(sequence)[sequence.adapter])
+    write_session(path, origin, cached, sequence.cache.snapshot, text)
 
 
-def _digests(engine: Engine) -> dict[str | None, str]:
+def _digests(sequence: sequences.Sequence) -> dict[str | None, str]:
     """Digests of the adapters by name, and an empty one for no adapter."""
-    return {None: "", **dict(adapters_of(engine.backend).items())}
+    return {None: "", **dict(sequence.backend.adapters.items())}
 
 
 def resume(parts: ModelParts, session: SessionFile) -> bool:
@@ -394,21 +405,22 @@ def resume(parts: ModelParts, session: SessionFile) -> bool:
             session.sampling,
             SAMPLING,
         )
-    engine = parts.engine
-    kind = engine.backend.cache.snapshot(0, 0)
-    known = {parts.origin.with_adapter(digest).run: adapter for adapter, digest in _digests(engine).items()}
+    sequence = parts.sequence
+    kind = sequence.cache.snapshot(0, 0)
+    known = {parts.origin.with_adapter(digest).run: adapter for adapter, digest in _digests(sequence).items()}
     obstacles = {
         "they are another model's": session.origin.model != parts.origin.model,
         "the model ran with other settings, or an adapter that it has not": session.origin.run not in known,
         "the KV cache has another data type": (session.kv, session.scales) != (kind.kv, kind.scales),
-        "the context is smaller": len(session.tokens) > engine.backend.cache.capacity,
-        "its token ids are not in the vocabulary": max(session.tokens, default=0) >= engine.backend.geometry.vocab_size,
+        "the context is smaller": len(session.tokens) > sequence.cache.capacity,
+        "its token ids are not in the vocabulary": max(session.tokens, default=0)
+        >= sequence.backend.geometry.vocab_size,
     }
     reason = next((reason for reason, met in obstacles.items() if met), None)
     if reason is None and session.tokens:
         try:
-            engine.use_adapter(known[session.origin.run])
-            engine.adopt(session.tokens, session.pieces())
+            sequence.use_adapter(known[session.origin.run])
+            sequence.adopt(session.tokens, session.pieces())
         except (BackendError, UsageError) as error:
             reason = error.message.rstrip(".")
     if reason is not None:

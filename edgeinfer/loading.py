@@ -22,10 +22,10 @@ from edgeinfer.core.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.hub.cache import note_use, ready
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.expert_use import experts_observer
 from edgeinfer.runtime.backends.factory import thread_count
 from edgeinfer.runtime.backends.registry import facts_of, make_backend, own_tokenizer
-from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_context_shift
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.kv_cache.session_file import origin_of
@@ -260,29 +260,32 @@ def _make_parts(
         check_first_pass(backend, facts.device)
     parsed = parsed or parsed_tokenizer(lambda: own_tokenizer(facts, backend))
     model = make_draft_backend(facts.drafter, config, plan)
-    overflow = make_context_shift(plan.overflow, bundle, backend)
-    engine = Engine(backend, plan.prefill_chunk, overflow, PrefixCache(plan.prefix_cache))
+    cache = backend.new_sequence(plan.context)
+    overflow = make_context_shift(plan.overflow, bundle, backend, cache)
+    sequence = Sequence(backend, cache, plan.prefill_chunk, overflow, PrefixCache(plan.prefix_cache))
     kept = profiles(facts.variant(plan.configuration), draft_model=plan.configuration.draft_model)
     profile = kept if plan.draft_max else DeviceProfile(None)
-    speculator = make_speculator(backend, config, plan, profile, facts.drafter, model, facts.bundle)
+    speculator = make_speculator(backend, cache, config, plan, profile, facts.drafter, model, facts.bundle)
     begin_ids, eos_ids = boundary_ids(bundle)
+    if (watched := experts_observer(backend)) is not None:
+        watched.follow(cache)
     # Drop code pages that only loading touched; the rest is faulted back in.
     release_code()
     return ModelParts(
-        engine=engine,
+        sequence=sequence,
         tokenizer=parsed.tokenizer,
-        loaded=_info(bundle, engine.backend, plan),
+        loaded=_info(bundle, backend, plan),
         begin_ids=begin_ids,
         eos_ids=eos_ids,
         load=LoadCosts((time.perf_counter() - started) * 1e3, parsed.ms, parsed.bytes),
         tensors=tensors_in(bundle.manifest, plan.layout),
         origin=origin_of(bundle, plan.layout, facts.engine(), config.exact),
         speculator=speculator,
-        make_reduced=lambda: _reduced(facts, plan, engine, speculator, kept),
-        ledger=_ledger(plan, engine, speculator, parsed.bytes, make_replanner(facts, config, speed)),
+        make_reduced=lambda: _reduced(facts, plan, sequence, speculator, kept),
+        ledger=_ledger(plan, sequence, speculator, parsed.bytes, make_replanner(facts, config, speed)),
         verification=verification,
         threads=facts.threads,
-        watched=backend if isinstance(backend, ExpertCountingBackend) else None,
+        watched=watched,
         decoder=bundle.manifest.decoder,
         sampling=recommended_sampling(bundle),
         remote=_remote(config, parsed.tokenizer, begin_ids, eos_ids) if config.remote is not None else None,
@@ -299,18 +302,19 @@ def _remote(
 
 
 def _reduced(
-    facts: BundleFacts, plan: MemoryPlan, engine: Engine, speculator: Speculator, profile: DeviceProfile
+    facts: BundleFacts, plan: MemoryPlan, sequence: Sequence, speculator: Speculator, profile: DeviceProfile
 ) -> ReducedComputeStrategies:
     """Make the strategies of replies that take less compute; few programs need them."""
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 
     manifest, drafter = facts.manifest, facts.drafter
     small = 0 if drafter is None else drafter.manifest.parameters
-    backend, model = engine.backend, speculator.parts.whole_model
+    vocabulary, chunk, given = sequence.backend.geometry.vocab_size, sequence.chunk, speculator.parts
+    model, cache = given.whole_model, given.model_cache
     return ReducedComputeStrategies(
-        engine,
+        sequence,
         profile,
-        small=None if model is None else ModelDrafter(model, engine.chunk, backend.geometry.vocab_size),
+        small=None if model is None or cache is None else ModelDrafter(model, cache, chunk, vocabulary),
         parameters=small / max(manifest.parameters, 1),
         exits=manifest.exits,
         tuned_exit=lambda: speculator.parts.tuning.exit_layer,
@@ -320,21 +324,23 @@ def _reduced(
     )
 
 
-def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_bytes: int, replan: Replan) -> Ledger:
+def _ledger(
+    plan: MemoryPlan, sequence: Sequence, speculator: Speculator, tokenizer_bytes: int, replan: Replan
+) -> Ledger:
     """Make the ledger that watches memory; the cheapest relief comes first."""
 
     def apply(plan: MemoryPlan) -> None:
-        engine.chunk = plan.prefill_chunk
+        sequence.chunk = plan.prefill_chunk
         speculator.plan_for(plan.configuration.drafters, plan.draft_max)
 
     def evict() -> bool:
-        kept = engine.prefix_bytes
-        engine.evict_prefixes(kept // 2)
-        return engine.prefix_bytes < kept
+        kept = sequence.prefix_bytes
+        sequence.evict_prefixes(kept // 2)
+        return sequence.prefix_bytes < kept
 
     def terms() -> dict[str, int]:
         sizes = {"tokenizer": tokenizer_bytes, "drafting": speculator.nbytes}
-        return engine.nbytes() | {name: size for name, size in sizes.items() if size}
+        return sequence.nbytes() | {name: size for name, size in sizes.items() if size}
 
     reliefs = (
         MemoryRelief("", _release),

@@ -13,11 +13,10 @@ from edgeinfer.core.options.reply import MOST_BIASES, GenerationConfig, steering
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Result
 from edgeinfer.lifecycle import ModelParts
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.decoding.sequence import Strategy
 from edgeinfer.runtime.kv_cache.contexts import JoinedContexts
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, TextCheck
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from edgeinfer.runtime.text.streaming import CallMark
 
@@ -52,7 +51,7 @@ def make_sampler(
         message = Setting("verification", config.verification) + " does not go with a checker."
         raise UsageError(message, "Leave it out: drafts are verified by what is drawn.")
     seed = config.seed if config.seed is not None else time.time_ns()
-    processor = LogitsProcessor(config, parts.engine.backend.geometry.vocab_size, seed)
+    processor = LogitsProcessor(config, parts.backend.geometry.vocab_size, seed)
     check = None if config.checker is None else TextCheck(config.checker, parts.tokenizer, stop_ids)
     return Sampler(processor, prompt, constraint, check)
 
@@ -78,7 +77,7 @@ def make_constraint(
     parts: ModelParts, prompt: Sequence[int], config: GenerationConfig, stop_ids: frozenset[int]
 ) -> tuple[Constraint | None, GrammarCosts | None]:
     """Make the constraint that a reply must follow, if any, and the costs of a grammar."""
-    vocabulary = parts.engine.backend.geometry.vocab_size
+    vocabulary = parts.backend.geometry.vocab_size
     end_ids = [token for token in stop_ids if 0 <= token < vocabulary]
     if config.follows_grammar:
         # Few replies follow one.
@@ -101,37 +100,33 @@ def make_constraint(
 
 def make_strategy(
     parts: ModelParts, sampler: Sampler, request: GenerationRequest, stop_ids: frozenset[int]
-) -> DecodingStrategy:
+) -> Strategy:
     """Make the strategy of a request: a search, less compute, drafting, or one token per pass."""
-    engine, config = parts.engine, request.config
+    sequence, config = parts.sequence, request.config
     if parts.remote is not None:
         require_plain(config, remote=True)
-        return parts.remote.strategy(engine, sampler, config)
+        return parts.remote.strategy(sequence, sampler, config)
     if config.search != "off":
         # As few of them search.
         from edgeinfer.runtime.search.strategy import SearchParts, make_search
 
         given = SearchParts(
-            engine.backend,
+            sequence,
             sampler,
             config,
             stop_ids,
             parts.tokenizer,
-            cancelled=lambda: engine.cancelled,
-            fed=lambda: engine.cached_tokens,
-            chunk=engine.chunk,
             continues=request.continues,
             rephrased=request.rephrased,
             small=lambda: parts.reduced.require_small(),
             spare_bytes=parts.ledger.plan.spare_bytes,
         )
-        return make_search(given, forgets=engine.context_shift is not None)
+        return make_search(given, forgets=sequence.context_shift is not None)
     if parts.drafting is not None:
         assert is_shareable(config), "who made the parts has looked"
-        return parts.speculator.sequence_strategy(sampler, config, parts.drafting)
-    if config.compute != "full":
-        return parts.reduced.strategy(config, sampler, parts.tokenizer, stop_ids)
-    return parts.speculator.strategy(sampler, config)
+    elif config.compute != "full":
+        return parts.reduced.strategy(sequence, config, sampler, parts.tokenizer, stop_ids)
+    return parts.speculator.strategy(sequence, sampler, config, parts.drafting)
 
 
 def is_shareable(config: GenerationConfig) -> bool:

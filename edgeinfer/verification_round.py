@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 
 import numpy as np
 
-from edgeinfer.batching import Turns
 from edgeinfer.core.options import Range, require
 from edgeinfer.core.results import FinishReason
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.reply_decoding import GenerationRequest
-from edgeinfer.runtime.backends.contract import PassCancelledError, PreemptedError, RotatingBackend
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.backends.contract import PassCancelledError, PreemptedError
+from edgeinfer.runtime.decoding.sequence import Passes, Sequence
 from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, DraftAdvice, draft_advice
-from edgeinfer.runtime.decoding.strategy import Step
+from edgeinfer.turns import Turns
 
 
 class VerificationStream(TokenStream):
@@ -36,7 +36,7 @@ class VerificationStream(TokenStream):
     """
 
     def __init__(
-        self, parts: ModelParts, request: GenerationRequest, turns: Turns, further: int, acceptance: float
+        self, parts: ModelParts, request: GenerationRequest, turns: Turns | None, further: int, acceptance: float
     ) -> None:
         require(Range(0, 1).holds(acceptance), "acceptance", acceptance, "a number from 0 to 1")
         self._further, self._acceptance = further, acceptance
@@ -51,15 +51,13 @@ class VerificationStream(TokenStream):
         for token in self._request.reply:
             # Logits are needed only for log-probabilities, which a round has none of.
             self._sampler.accept(token, np.zeros(0, np.float32))
-        self._made = list(self._request.reply)
-        room = self._parts.engine.allowance(len(self._prompt) + len(self._made), None)
-        self._left = min(1 + len(self._request.draft), room)
+        self._left = min(1 + len(self._request.draft), self._parts.sequence.allowance(len(self._tokens), None))
         self._decided = False
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens of the round so far, a stop token included."""
-        return tuple(self._made[len(self._request.reply) :])
+        return tuple(self._tokens[len(self._prompt) + len(self._request.reply) :])
 
     @property
     def ending(self) -> FinishReason | None:
@@ -85,53 +83,52 @@ class VerificationStream(TokenStream):
         return draft_advice(replies, self._acceptance, self._pass_ms, VERIFIED_ROWS)
 
     def _look_around(self) -> None:
-        self._advice, self._pass_ms = self._parts.batch_size, self._parts.speculator.pass_ms
+        self._advice, self._pass_ms = self._parts.scheduler.batch_size, self._parts.speculator.pass_ms
 
-    def _step(self) -> Step | None:
+    def _next_tokens(self) -> Passes[bool]:
         if self._decided:
             self._look_around()
-            return super()._step()
+            return (yield from super()._next_tokens())
         if self._left == 0 or self._cancelled:
-            return None
-        self._turns.claim(self)
-        engine = self._parts.engine
-        engine.use_adapter(self._config.adapter)
-        started = time.perf_counter()
+            return False
+        yield from self._join()
+        self._enter()
+        sequence = self._parts.sequence
         try:
-            tokens = self._verify(engine, [*self._prompt, *self._made], self._request.draft[: self._left - 1])
+            tokens = yield from self._verify(sequence, self._tokens, self._request.draft[: self._left - 1])
         except PreemptedError:
             # Its pages were given to others; the text is evaluated again as soon as pages are free.
-            engine.restart()
-            return self._step()
+            yield from sequence.give_way()
+            return (yield from self._next_tokens())
         self._add_prefill()
         if not tokens or self._parts.verification.await_verdict(lambda: self._cancelled) is None:
-            return None
-        self._decided = True
-        self._made += tokens
-        self._left = min(self._further, engine.allowance(len(self._prompt) + len(self._made), None))
-        self._ahead.extend(Step(token, 0.0, last=place == len(tokens)) for place, token in enumerate(tokens[1:], 2))
-        return Step(tokens[0], (time.perf_counter() - started) * 1e3, last=len(tokens) == 1)
+            return False
+        self._decided, self._round_ms = True, (time.perf_counter() - self._request.started) * 1e3
+        self._tokens = [*self._tokens, *tokens]
+        self._left = min(self._further, sequence.allowance(len(self._tokens), None))
+        self._ahead.extend(tokens)
+        return True
 
-    def _verify(self, engine: Engine, text: Sequence[int], draft: Sequence[int]) -> list[int]:
+    def _verify(self, sequence: Sequence, text: abc.Sequence[int], draft: abc.Sequence[int]) -> Passes[list[int]]:
         """Evaluate a draft after a text in one pass and return the tokens of plain decoding: the accepted ones and the
         one after them, 1 to `1 + len(draft)`; none where the round was cancelled.
 
         The draft is ignored where a pass of several rows rounds differently from passes of one row, and where it could
         reach the position from which the text is rotated differently.
         """
-        rotates = isinstance(engine.backend, RotatingBackend) and engine.backend.rotation_border is not None
-        if rotates or not engine.backend.capabilities.paged:
+        backend, cache = sequence.backend, sequence.cache
+        if backend.rotation_border is not None or not backend.capabilities.paged:
             draft = ()
-        if not engine.prepare(text, len(text)):
+        if not (yield from sequence.prepare(text, len(text))):
             return []
-        cache = engine.backend.cache
         cache.hold(cache.length)
         gains = tuple(self._acceptance**depth for depth in range(1 + len(draft)))
         try:
             # In a shared pass, only the part of the draft that pays is evaluated.
-            logits = engine.feed([text[-1], *draft], np.arange(1 + len(draft)), gains)  # (1 + D, V)
+            result = yield from sequence.feed([text[-1], *draft], np.arange(1 + len(draft)), gains)
         except PassCancelledError:
             return []
+        logits = result.logits  # (1 + D, V)
         self.verified = len(logits) - 1
         self._look_around()
         tokens: list[int] = []
@@ -144,5 +141,5 @@ class VerificationStream(TokenStream):
             self.right += token == expected
             if token != expected or token in self._stop_ids:
                 break
-        engine.truncate(len(text) + len(tokens) - 1)
+        sequence.truncate(len(text) + len(tokens) - 1)
         return tokens

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, KVCache
 from edgeinfer.runtime.layer_skip import reduced_compute
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 
@@ -17,7 +17,7 @@ from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 def even_costs() -> Iterator[None]:
     """Blocks that cost the same, whatever else the machine does."""
 
-    def costs(backend: Backend, **options: Any) -> BlockCosts:
+    def costs(backend: Backend, cache: KVCache, **options: Any) -> BlockCosts:
         blocks = 2 * backend.geometry.num_layers
         return BlockCosts(1.0, (1.0,) * blocks, (1.0 + blocks, 1.1 + blocks))
 

@@ -12,9 +12,10 @@ import pytest
 import edgeinfer.core.options.load
 import edgeinfer.tools.devices
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.devices import registry
 from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, CPU_PROVIDER, Device, DeviceEntry, Traits
+from tests.alone import Alone, restore
 
 TOKENS = [0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31, 64, 8, 201, 19, 77, 310, 2, 146, 90]
 
@@ -41,12 +42,12 @@ def install(patch: pytest.MonkeyPatch, *devices: Device, **entry: Any) -> None:
     )
 
 
-def feed(backend: Backend, tokens: Sequence[int]) -> Floats:  # (S, V)
+def feed(backend: Alone[Any], tokens: Sequence[int]) -> Floats:  # (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows)).logits.copy()
+    return backend.forward(Pass(np.array(tokens, np.int64), rows + backend.cache.length, rows)).logits.copy()
 
 
-def talk(backend: Backend) -> list[Floats]:
+def talk(backend: Alone[Any]) -> list[Floats]:
     """Passes of several widths with all that may happen to a cache between them."""
     found = [feed(backend, TOKENS[:9]), feed(backend, TOKENS[9:10]), feed(backend, TOKENS[10:14])]
     backend.cache.trim(11)
@@ -54,7 +55,7 @@ def talk(backend: Backend) -> list[Floats]:
     snapshot = backend.cache.snapshot()
     backend.cache.clear()
     found.append(feed(backend, TOKENS[5:8]))
-    backend.cache.restore(snapshot)
+    restore(backend.cache, snapshot)
     found.append(feed(backend, TOKENS[13:14]))
     backend.cache.keep(5, [0, 1, 4])
     found.append(feed(backend, TOKENS[14:16]))

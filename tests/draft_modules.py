@@ -18,6 +18,7 @@ import edgeinfer
 from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
 from tests.factories import make_checkpoint
@@ -59,7 +60,7 @@ def drafter_of(model: edgeinfer.Model, name: str) -> ModuleDrafter:
 def drafted_logits(drafter: ModuleDrafter, text: Sequence[int], path: Sequence[int]) -> NDArray[Any] | None:  # (V,)
     """Its inputs after a path behind a text that it has started; None if that is too long."""
     context = DraftContext([*text], lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
-    logits = drafter._logits(context, path)
+    logits = run_alone(drafter._logits(context, path))
     return None if logits is None else logits.copy()
 
 

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.devices.providers import CPU, Device
 from edgeinfer.runtime.devices.registry import find_device
+from tests.alone import Alone
 
 _TEXT = [0, 17, 30, 5, 5, 42, 99, 123, 7, 250, 31, 64, 8, 201, 19, 77, 10, 2, 146, 90]
 _STEPS = 24
@@ -35,7 +36,7 @@ def main(folders: list[str]) -> None:
 def compare(bundle: Bundle) -> dict[str, Any]:
     """Differences of logits, and greedy tokens, of one bundle."""
     _, device = find_device("openvino:CPU")
-    ours, theirs = (StaticBackend(bundle, 64, device=each) for each in (CPU, device))
+    ours, theirs = (Alone(StaticBackend(bundle, 64, device=each), 64) for each in (CPU, device))
     logits = [passes(backend) for backend in (ours, theirs)]
     tokens = [greedy(backend) for backend in (ours, theirs)]
     parted = next((i for i, pair in enumerate(zip(*(t for t, _ in tokens), strict=True)) if len(set(pair)) > 1), None)
@@ -51,30 +52,28 @@ def compare(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def passes(backend: StaticBackend, *, single: bool = False) -> NDArray[np.float32]:
+def passes(backend: Alone[StaticBackend], *, single: bool = False) -> NDArray[np.float32]:
     """All logits of a text, its passes of one token each or of all, and of a draft tree behind it."""
     backend.cache.clear()
     sizes = [1] * len(_TEXT) if single else [len(_TEXT)]
     found = []
     for size in sizes:
         rows, start = np.arange(size), backend.cache.length
-        found.append(
-            backend.forward(ForwardInput(np.array(_TEXT[start : start + size]), start + rows, rows)).logits.copy()
-        )
+        found.append(backend.forward(Pass(np.array(_TEXT[start : start + size]), start + rows, rows)).logits.copy())
     depths = [0, 0, 1, 1, 1, 2]
     rows = np.arange(len(_TREE))
     positions = backend.cache.length + np.array(depths)
-    found.append(backend.forward(ForwardInput(10 + rows, positions, rows, tree=np.array(_TREE))).logits.copy())
+    found.append(backend.forward(Pass(10 + rows, positions, rows, tree=np.array(_TREE))).logits.copy())
     return np.concatenate(found)
 
 
-def greedy(backend: StaticBackend) -> tuple[list[int], list[float]]:
+def greedy(backend: Alone[StaticBackend]) -> tuple[list[int], list[float]]:
     """What the model goes on with, and how far each choice was from the next best."""
     backend.cache.clear()
     feed, tokens, gaps = list(_TEXT), list[int](), list[float]()
     for _ in range(_STEPS):
         rows = np.array([len(feed) - 1])
-        row = backend.forward(ForwardInput(np.array(feed), backend.cache.length + np.arange(len(feed)), rows)).logits[0]
+        row = backend.forward(Pass(np.array(feed), backend.cache.length + np.arange(len(feed)), rows)).logits[0]
         best = np.sort(row)[-2:]
         tokens.append(int(row.argmax()))
         gaps.append(float(best[1] - best[0]))

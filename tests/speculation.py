@@ -51,9 +51,9 @@ def known_costs(*, kept: bool = False) -> Iterator[None]:
     """Models load without timing anything. What is made up must not be kept for other loads, but for `kept`, where the
     cache is a test's own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_costs, "measure_passes", lambda backend, **_: PassCosts(((1, 1e-4), (4096, 2e-4))))
+        patch.setattr(device_costs, "measure_passes", lambda *_, **__: PassCosts(((1, 1e-4), (4096, 2e-4))))
         patch.setattr(device_costs, "measure_guesses", lambda drafter, context: 1e-6)
-        patch.setattr(device_costs, "measure_reading", lambda drafter, context: (0, 0.0))
+        patch.setattr(device_costs, "measure_reading", lambda *_: (0, 0.0))
         if not kept:
             patch.setattr(DeviceProfile, "save_costs", lambda profile, costs: None)
         yield

@@ -53,6 +53,7 @@ def make_app(
             if switch is not None:
                 await switch.close()
             await host.close()
+            service.readers.shutdown(wait=False)
 
     app = Starlette(
         routes=[*_routes(service), *extra_routes, Route("/", InfoEndpoints(service).root)],

@@ -114,7 +114,8 @@ async def _read(
             return _made(kind, body, model)
         # Not on the model's thread: a hostile schema takes seconds, during which no reply would advance.
         async with service.compiling if compiles(body) else contextlib.nullcontext():
-            completion = await asyncio.to_thread(_made, kind, body, model)
+            reading = asyncio.get_running_loop().run_in_executor(service.readers, _made, kind, body, model)
+            completion = await reading
         del body
         if not model.tokenizes_concurrently:
             await service.host.ask(completion.prepare)

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import edgeinfer
-from edgeinfer.apps.server.worker import Job, ModelThread, ReplyEnd
 from edgeinfer.core.errors import CapabilityError, EdgeInferError, InternalError, Setting, UsageError, UserError
+from edgeinfer.model_thread import Item, Job, ModelThread, ReplyEnd
 
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, Result, TokenStream
@@ -84,14 +84,14 @@ class HostReply:
 
     def __init__(self, worker: ModelThread, start: Callable[[Model], TokenStream], owner: str, together: int) -> None:
         self._worker = worker
-        self._items: asyncio.Queue[list[Chunk | ReplyEnd | Exception]] = asyncio.Queue()
+        self._items: asyncio.Queue[list[Item]] = asyncio.Queue()
         # Of the finished reply; None if it is not finished or was cancelled before it started.
         self.result: Result | None = None
         loop, put = asyncio.get_running_loop(), self._items.put_nowait
-        waiting: list[Chunk | ReplyEnd | Exception] = []
+        waiting: list[Item] = []
 
         # It has no reference to this object, so that what a request kept is freed as soon as its reply is dropped.
-        def tell(item: Chunk | ReplyEnd | Exception) -> None:
+        def tell(item: Item) -> None:
             waiting.append(item)
             if len(waiting) >= together or isinstance(item, ReplyEnd | Exception):
                 _on(loop, put, waiting.copy())
@@ -136,7 +136,6 @@ class ModelHost:
         self.state = HostState()
         self._queue = queue
         self._worker = ModelThread(parallel)
-        self._worker.start()
         self._changed = asyncio.Event()
         self._loading = asyncio.Lock()
         self._cancelled = threading.Event()
@@ -144,10 +143,11 @@ class ModelHost:
     @property
     def model(self) -> Model | None:
         """The loaded model, for its facts; `submit` runs replies, `ask` anything else."""
-        return self._worker.model
+        model: Model | None = self._worker.model
+        return model
 
     def require_model(self) -> Model:
-        model = self._worker.model
+        model = self.model
         if self.state.status != "ready" or model is None:
             raise NotReadyError(self.state)
         return model
@@ -276,12 +276,12 @@ class ModelHost:
         self._set(HostState("closed"))
         self._cancelled.set()
         await self._do(self._drop_model)
-        self._worker.end()
         await asyncio.to_thread(self._worker.join)
 
     def _drop_model(self) -> None:
         self._worker.drop_replies()
-        model, self._worker.model = self._worker.model, None
+        model = self._worker.model
+        self._worker.take(None)
         if model is not None:
             model.close()
 

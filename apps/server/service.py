@@ -8,6 +8,7 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,10 @@ class Service:
     local: NamedModels = field(default_factory=NamedModels)
     metrics: Metrics = field(default_factory=Metrics)
     contexts: Mapping[str, Context] = field(default_factory=dict)  # texts that requests may name
-    # Limits requests whose schemas are being compiled, so that others need not wait.
-    compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    # Check requests and tokenize their prompts; of those whose schemas are compiled one at a time, so that others need
+    # not wait.
+    readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "edgeinfer-requests"))
+    compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     def model(self) -> Model:
         return self.host.require_model()

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.reply import SchemaClass
@@ -75,9 +75,9 @@ class DrafterUse:
     accepted_per_position: tuple[int, ...] = ()  # accepted tokens by place in the draft, the first at index 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class SpeculationUse:
-    """What drafting did; all zero when decoding was plain."""
+    """What drafting did, counted while the reply is made; all zero when decoding was plain."""
 
     mode: str  # the option
     verification: str = "keyed"  # how drafts were verified
@@ -103,6 +103,40 @@ class SpeculationUse:
     per_drafter: dict[str, DrafterUse] = field(default_factory=dict)  # statistics of each
     plain_ms: float | None = None  # a plain step, its median in this process; None before the first was timed
     speedup_vs_plain: float | None = None  # plain_ms over the reply's mean milliseconds per token
+
+    def add_rounds(self, drafters: str, count: int = 1, *, accepted: int = 0, bonus: int = 0) -> None:
+        """Count rounds with drafts of these drafters, and their tokens."""
+        self.rounds += count
+        self.accepted += accepted
+        self.bonus += bonus
+        self.recovered += count - bonus
+        self.choices[drafters] = self.choices.get(drafters, 0) + count
+        self.acceptance_rate = self.accepted / self.drafted if self.drafted else 0.0
+        self.mean_accepted_length = 1 + self.accepted / self.rounds
+
+    def add_round(self, sources: Sequence[str], accepted: Sequence[int], *, bonus: bool) -> None:
+        """Count a round: the drafter of each drafted token, and the accepted ones."""
+        self.drafted += len(sources)
+        names = dict.fromkeys(sources)
+        self.add_rounds("+".join(names) or "none", accepted=len(accepted), bonus=bonus)
+        self.accepted_per_position = _raised(self.accepted_per_position, range(len(accepted)))
+        for name in names:
+            use = self.per_drafter.get(name, DrafterUse())
+            mine = [place for place, node in enumerate(accepted) if sources[node] == name]
+            self.per_drafter[name] = DrafterUse(
+                rounds=use.rounds + 1,
+                drafted=use.drafted + sources.count(name),
+                accepted=use.accepted + len(mine),
+                accepted_per_position=_raised(use.accepted_per_position, mine),
+            )
+
+
+def _raised(counts: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
+    """Counts by place with one more at each of some ascending places."""
+    raised = [*counts, *[0] * (places[-1] + 1 - len(counts) if places else 0)]
+    for place in places:
+        raised[place] += 1
+    return tuple(raised)
 
 
 @dataclass(frozen=True)
@@ -217,8 +251,7 @@ class TokenLogprob:
     alternatives: tuple[TokenLogprob, ...] = ()  # the likeliest tokens at its place, best first, maybe including itself
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A piece of streamed text: whole characters only, possibly of several tokens, possibly empty. `logprobs` are of
     the tokens whose text starts here, if requested; none of a stop string."""
 
@@ -228,13 +261,13 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class RemoteUse:
     """What a reply took of the model that decided it."""
 
     url: str  # of its server
-    model: str  # its name
-    digest: str  # sha256 of its weights and decoder, in hexadecimal digits
+    model: str = ""  # its name
+    digest: str = ""  # sha256 of its weights and decoder, in hexadecimal digits
     rounds: int = 0  # drafts that it verified
     # `drafted`, `accepted`: tokens of these drafts, and those of them that it agreed with.
     drafted: int = 0
@@ -272,7 +305,7 @@ class SearchedText:
     weight: float | None = None  # its share of the weight of all particles; None where texts have none
 
 
-@dataclass(frozen=True)
+@dataclass
 class SearchUse:
     """What searching did in a reply."""
 
@@ -293,7 +326,7 @@ class SearchUse:
     divergence_allowed: float | None = None  # nats that they might have diverged by
 
 
-@dataclass(frozen=True)
+@dataclass
 class ComputeUse:
     """What computing less did in a reply."""
 

@@ -3,9 +3,9 @@ and values follow the OpenAI API reference; `timings` adds llama-server's figure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.openai.chat import ChatCompletion
@@ -19,6 +19,8 @@ from edgeinfer.openai.contract import (
 )
 from edgeinfer.openai.response import ResponseCompletion
 from edgeinfer.openai.text import TextCompletion
+
+T = TypeVar("T")
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], ChatModel[Any]], Completion]] = {
     "chat.completion": ChatCompletion,
@@ -44,11 +46,28 @@ def chat_completion(
     return cast(ChatCompletionObject, whole(model, completion))
 
 
-def whole(model: ChatModel[Any], completion: Completion) -> Event:
+def answering(model: ChatModel[Any], completion: Completion) -> Generator[Any, None, Event]:
+    """Make the replies of a request one after the other: yields each stream, then reads it; returns the answer."""
     for index in range(completion.n):
-        for _ in _reply(completion, index, completion.start(model, index)):
+        stream = completion.start(model, index)
+        yield stream
+        for _ in _reply(completion, index, stream):
             pass
     return completion.whole()
+
+
+def whole(model: ChatModel[Any], completion: Completion) -> Event:
+    return completed(answering(model, completion))
+
+
+def completed(making: Generator[Any, None, T]) -> T:
+    """What a generator returns that makes replies, with the model to itself."""
+    try:
+        while True:
+            next(making)
+    except StopIteration as done:
+        value: T = done.value
+        return value
 
 
 def events(model: ChatModel[Any], completion: Completion) -> Iterator[Event]:

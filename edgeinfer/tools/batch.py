@@ -24,12 +24,13 @@ from edgeinfer.core.options import format_size
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Progress
 from edgeinfer.core.user_files import decode_text, marked_encoding
-from edgeinfer.openai import make_completion, whole
+from edgeinfer.openai import answering, completed, make_completion
 from edgeinfer.openai.batch import BatchRequest, answer_line, damaged_line, read_id, read_object, read_request
 from edgeinfer.openai.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgeinfer.api import Model
+    from edgeinfer.batching import Making
+    from edgeinfer.model import Model
 
 # Bytes of a line: the longest contexts, ten million tokens, hold less text.
 _MOST_LINE = 64 * 1000**2
@@ -316,17 +317,14 @@ class _Answering:
         if self.parallel > 1 and self.model.can_batch:
             alone = yield from self._share_passes(alone)
         for line, request in self._read(alone):
-            yield self._reply(line, request)
+            yield completed(self._reply(line, request))
 
     def _share_passes(self, lines: list[BatchLine]) -> Generator[ReplyLine, None, list[BatchLine]]:
         """Replies that share passes; returns the lines whose replies cannot."""
         alone: list[BatchLine] = []
 
-        def maker(line: BatchLine, request: BatchRequest) -> Callable[[], ReplyLine]:
-            return lambda: self._reply(line, request, shares=True)
-
         with closing(self.model.reply_batch(self.parallel, streamed=False)) as batch:
-            for outcome in batch.as_completed(maker(*each) for each in self._read(lines)):
+            for outcome in batch.as_completed(self._reply(*each, shares=True) for each in self._read(lines)):
                 if isinstance(outcome.error, UnshareableError):
                     alone.append(lines[outcome.place])
                 else:
@@ -342,12 +340,13 @@ class _Answering:
         for line, fields in zip(lines, self.requests.read(lines), strict=True):
             yield line, read_request(fields, self.defaults)
 
-    def _reply(self, line: BatchLine, request: BatchRequest, *, shares: bool = False) -> ReplyLine:
-        """The answer to a request, which may be an error."""
+    def _reply(self, line: BatchLine, request: BatchRequest, *, shares: bool = False) -> Making[ReplyLine]:
+        """Make the answer to a request, which may be an error."""
         assert line.custom_id is not None, "lines without one hold no request"
         try:
             completion = make_completion(request.kind, request.body, self.model)
-            return ReplyLine(line.number, answer_line(line.custom_id, whole(self.model, completion)), failed=False)
+            answer = yield from answering(self.model, completion)
+            return ReplyLine(line.number, answer_line(line.custom_id, answer), failed=False)
         except (UsageError, TemplateError) as error:
             if shares and isinstance(error, UnshareableError):
                 raise

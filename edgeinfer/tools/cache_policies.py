@@ -9,13 +9,14 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.api import Model, load
+from edgeinfer.api import load
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.options.types import LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
+from edgeinfer.model import Model
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
 from edgeinfer.runtime.profile.kept import KEPT_POLICIES, MeasuredPolicy, files_digest
 from edgeinfer.tools.tuning import TUNING_PROMPTS

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.api import Model, load
+from edgeinfer.api import load
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import CacheQuality, Manifest, QualityRecord
 from edgeinfer.bundle.opening import open_bundle
@@ -23,6 +23,7 @@ from edgeinfer.core.options.load import KvType
 from edgeinfer.core.results import Progress
 from edgeinfer.export.source.calibration_text import read_builtin_text
 from edgeinfer.export.weights.float_model import FloatModel
+from edgeinfer.model import Model
 from edgeinfer.nn.arithmetic import log_softmax
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.native.library import is_usable

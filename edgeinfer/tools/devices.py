@@ -20,7 +20,7 @@ from edgeinfer.loading import digest_of, fingerprint_for, located, open_model, p
 from edgeinfer.runtime.backends.llamacpp.graphics import check_processor, graphics_device, listed_processors
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device
 from edgeinfer.runtime.backends.registry import facts_of, make_backend
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.devices.providers import Device, DeviceEntry, is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES
 from edgeinfer.runtime.native.binding import Binding
@@ -146,9 +146,9 @@ def _measure(
     def plan_for(settings: TunedSettings) -> MemoryPlan:
         return make_plan(tuned(facts, config, settings), config, speed, process=process)
 
-    def make(settings: TunedSettings, plan: MemoryPlan) -> Engine:
+    def make(settings: TunedSettings, plan: MemoryPlan) -> Sequence:
         backend = make_backend(tuned(facts, config, settings), config, plan.configuration, progress)
-        return Engine(backend, plan.prefill_chunk)
+        return Sequence(backend, backend.new_sequence(plan.context), plan.prefill_chunk)
 
     plan = plan_for(TunedSettings())
     plan.require_fit()

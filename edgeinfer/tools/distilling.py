@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.api import Model, load
+from edgeinfer.api import load
 from edgeinfer.core.errors import NativeUnavailableError, UsageError
 from edgeinfer.core.records import dataclass
+from edgeinfer.model import Model
 from edgeinfer.runtime.native.library import native_kernel
 
 Progress = Callable[[str, int, int], None]

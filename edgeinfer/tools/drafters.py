@@ -10,10 +10,10 @@ from statistics import median
 
 import numpy as np
 
-from edgeinfer.api import Model
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Result
+from edgeinfer.model import Model
 from edgeinfer.runtime.speculation.drafters.contract import State
 from edgeinfer.runtime.speculation.drafters.method import drafter_method, drafter_methods
 from edgeinfer.runtime.tuning.search import GAIN
@@ -114,7 +114,7 @@ def tune_drafters(
     prompts = [model.tokenize_prompt(each) if isinstance(each, str) else list(each) for each in given]
     if not prompts:
         raise UsageError("There is no text to tune with.", "Give at least one.")
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         before = parts.speculator.state()
         usual = tuple(name for name in parts.speculator.auto if not drafter_method(name).free)
     visits = _Visits(model, before, prompts, max_tokens, repeats)
@@ -124,11 +124,11 @@ def tune_drafters(
         paying = _paying(tuple(gains.values()))
         together = visits.measured([names for names in dict.fromkeys((usual, paying)) if names], progress)
     finally:
-        with model._idle() as parts:
+        with model._replies.idle() as parts:
             parts.speculator.restore(before)
     slower = bool(usual and paying) and together[paying].speedup < together[usual].speedup
     kept = usual if slower else paying
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         parts.speculator.tuned(replace(parts.speculator.parts.tuning, drafters=kept))
     every = tuple(gains.values())
     return DraftersTuning(

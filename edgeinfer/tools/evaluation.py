@@ -10,7 +10,7 @@ from typing import Any, Protocol, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.api import Model, load
+from edgeinfer.api import load
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import ModelError, UsageError
@@ -18,6 +18,7 @@ from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.options.types import LoadOptionsButContext
 from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
+from edgeinfer.model import Model
 from edgeinfer.nn.arithmetic import log_softmax
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.errors import AttentionError, attention_errors

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-from edgeinfer.api import Model
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.options.types import GenerationOptions
 from edgeinfer.core.results import PassWork
-from edgeinfer.runtime.backends.wrapped import ExpertCounts
+from edgeinfer.model import Model
+from edgeinfer.runtime.backends.expert_use import ExpertCounts
 from edgeinfer.runtime.layer_skip.reduced_compute import compute_method
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.tuning import measure
@@ -21,20 +21,20 @@ from edgeinfer.runtime.tuning.measure import read_reply as read
 def measure_passes(model: Model, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
     """c(m): milliseconds of passes over m new tokens with m logit rows after `past` tokens, which the cache holds
     afterwards."""
-    with model._idle() as parts:
-        return measure.pass_times(parts.engine, sizes, past=past, repeats=repeats)
+    with model._replies.idle() as parts:
+        return measure.pass_times(parts.sequence, sizes, past=past, repeats=repeats)
 
 
 def measure_prefill(model: Model, tokens: int, *, repeats: int) -> list[float]:
     """Milliseconds of evaluating a prompt of `tokens` tokens, chunk by chunk; empties the cache."""
-    with model._idle() as parts:
-        return measure.prefill_times(parts.engine, tokens, repeats=repeats)
+    with model._replies.idle() as parts:
+        return measure.prefill_times(parts.sequence, tokens, repeats=repeats)
 
 
 def measure_decode(model: Model, tokens: int, *, past: int) -> list[float]:
     """Milliseconds of each token that is decoded greedily after `past` others; empties the cache."""
-    with model._idle() as parts:
-        return measure.decode_times(parts.engine, tokens, past=past)
+    with model._replies.idle() as parts:
+        return measure.decode_times(parts.sequence, tokens, past=past)
 
 
 def measure_work(model: Model, prompt: int, reply: int, *, past: int = 0) -> WorkTimes:
@@ -44,8 +44,8 @@ def measure_work(model: Model, prompt: int, reply: int, *, past: int = 0) -> Wor
     Raises:
         UsageError: there is nothing to do, or the context is too small.
     """
-    with model._idle() as parts:
-        return measure.work_times(parts.engine, prompt, reply, past=past)
+    with model._replies.idle() as parts:
+        return measure.work_times(parts.sequence, prompt, reply, past=past)
 
 
 def pass_work(model: Model, tokens: int, rows: int, *, past: int | None = None) -> PassWork:
@@ -54,10 +54,10 @@ def pass_work(model: Model, tokens: int, rows: int, *, past: int | None = None) 
     work = measure.pass_work(model._lifecycle.facts.tensors, tokens, rows)
     if past is None:
         return work
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         if parts.decoder is None:
             return work
-        backend, kv = parts.engine.backend, parts.plan.configuration.kv
+        backend, kv = parts.backend, parts.plan.configuration.kv
         layout = PageLayout.of(backend.geometry, kv) if backend.capabilities.paged else None
         per_token = backend.geometry.kv_bytes_per_token(kv) if layout is None else layout.page_bytes // PAGE
         return work + measure.attention_work(parts.decoder, per_token, tokens, past)
@@ -73,21 +73,20 @@ def read_reply(
     if less and not compute_method(asked.compute).follows_replies:
         message = f"compute={asked.compute!r} writes a text of its own and cannot read a given reply."
         raise UsageError(message, "Read it with another method, or compare replies.")
-    with model._idle() as parts:
-        return read(
-            parts.engine, prompt, reply, lambda sampler: parts.reduced.strategy(asked, sampler) if less else None
-        )
+    with model._replies.idle() as parts:
+        text = parts.sequence
+        return read(text, prompt, reply, lambda sampler: parts.reduced.strategy(text, asked, sampler) if less else None)
 
 
 def drafting_state(model: Model) -> dict[str, Any]:
     """The knowledge of all drafters, for `restore_drafting` before another text is timed."""
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         return parts.speculator.state()
 
 
 def restore_drafting(model: Model, state: Mapping[str, Any]) -> None:
     """Restores the result of `drafting_state`; an empty one makes drafters forget everything."""
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         parts.speculator.restore(state)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from edgeinfer.api import Model, load
+from edgeinfer.api import load
 from edgeinfer.bundle.additions import add_heads
 from edgeinfer.bundle.opening import nested_drafter, open_bundle
 from edgeinfer.core.errors import Setting, UsageError
@@ -16,6 +16,7 @@ from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.options.types import LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
+from edgeinfer.model import Model
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.verification.rule import Lesson, find_verification
 from edgeinfer.runtime.tuning.drafting_search import Sample, TuneResult, calibrate_entropy, calibrate_skips, tune
@@ -79,11 +80,12 @@ def tune_drafting(
         CapabilityError: the backend cannot skip layers.
         UsageError: a prompt has no reply to score by, or the context is too small.
     """
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         ids = [model.tokenize(prompt) for prompt in (TUNING_PROMPTS if prompts is None else prompts)]
         try:
             result = tune(
-                parts.engine.backend,
+                parts.backend,
+                parts.sequence.cache,
                 _own_texts(model, ids, _TOKENS),
                 granularity=granularity,
                 evaluations=evaluations,
@@ -91,7 +93,7 @@ def tune_drafting(
                 progress=progress,
             )
         finally:
-            parts.engine.forget()
+            parts.sequence.forget()
         parts.speculator.tuned(result.tuning)
     return result
 
@@ -119,7 +121,7 @@ def tune_skips(
     """
     # Sampled at temperature 1: the likeliest texts repeat themselves, and forgive more.
     samples = _replies(model, prompts, temperature=1.0)
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         levels, costs = calibrate_skips(
             parts.reduced, samples, granularity=granularity, evaluations=evaluations, progress=progress
         )
@@ -132,7 +134,7 @@ def tune_entropy(model: Model, prompts: Sequence[str | Sequence[int]] | None = N
     """Finds how unsure the draft model is of this model's replies, by which compute="entropy" begins to share them out;
     it is kept, and used from now on. Prompts are as for `tune_skips`; UsageError where there is no draft model."""
     samples = _replies(model, prompts)
-    with model._idle() as parts:
+    with model._replies.idle() as parts:
         entropies = calibrate_entropy(parts.reduced, samples)
     shares = (0.1, 0.25, 0.5, 0.75, 0.9)
     return EntropyFacts(len(entropies), {share: entropies.threshold(share) for share in shares})
@@ -196,8 +198,8 @@ def tune_method(
             raise UsageError("The draft model's tokens are not the model's.", "Name one with the same tokenizer.")
 
         def state(tokens: Sequence[int]) -> Floats:  # (D,)
-            with loaded._idle() as parts:
-                return last_state(parts.engine, tokens)
+            with loaded._replies.idle() as parts:
+                return last_state(parts.sequence, tokens)
 
         heads, facts = rule.teach(Lesson(text, loaded, drafter, state, progress or (lambda done, total: None)))
     add_heads(path, heads)

@@ -1,11 +1,11 @@
-"""The interface of a backend's KV cache: the rows of one sequence are cut, kept, copied out and in, and edited."""
+"""Snapshots of rows of a KV cache, and what every cache checks before it takes or gives any."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +63,7 @@ class CacheSnapshot(Protocol):
     def bytes_for(self, rows: int) -> int:
         """Bytes that are kept for so many rows of this kind, wherever they lie, at most."""
 
-    def resumable(self, rows: int) -> int:
+    def rewindable_to(self, rows: int) -> int:
         """After how many of the first rows, `rows` at most, a text can go on: all, but with recurrent layers."""
 
 
@@ -98,20 +98,13 @@ class CopiedRows:
         state, self.state = self.state, None
         return CopiedRows(length - at, _cut(keys, at), _cut(values, at), self.kv, self.scales, state, self.state_bytes)
 
-    def resumable(self, rows: int) -> int:
+    def rewindable_to(self, rows: int) -> int:
         there = not self.state_bytes or (self.state is not None and rows == self.length)
         return rows if there else 0
 
     def bytes_for(self, rows: int) -> int:
         state = self.state_bytes if rows else 0
         return rows * sum(int(a.shape[0] * a.shape[2] * a.itemsize) for a in (*self.keys, *self.values)) + state
-
-
-def joined_rows(pieces: Sequence[CopiedRows]) -> CopiedRows:
-    """Copies of rows that follow each other as one, with what the last says of a state."""
-    columns = [zip(*(getattr(piece, name) for piece in pieces), strict=True) for name in ("keys", "values")]
-    keys, values = ([np.concatenate(arrays, axis=1) for arrays in each] for each in columns)
-    return dataclasses.replace(pieces[-1], length=sum(piece.length for piece in pieces), keys=keys, values=values)
 
 
 def _cut(arrays: list[NDArray[Any]], at: int) -> list[NDArray[Any]]:  # L of (H, n, w) each
@@ -122,100 +115,54 @@ def _cut(arrays: list[NDArray[Any]], at: int) -> list[NDArray[Any]]:  # L of (H,
     return rest
 
 
-class KVCache(Protocol):
-    """Keys and values of one sequence in every layer, a row for each token that was evaluated."""
+class RowBlob(NamedTuple):
+    """What an engine keeps of the rows start..stop-1 of a text, in its own format."""
 
-    @property
-    def length(self) -> int:
-        """Rows in use."""
+    start: int
+    stop: int
+    data: NDArray[np.uint8]  # (bytes,)
 
-    @property
-    def capacity(self) -> int:
-        """Rows there may be."""
+
+@dataclass(eq=False)
+class OpaqueRows:
+    """Implements `CacheSnapshot` by bytes that only the engine that gave them reads: rows from `start` on, which lie in
+    blobs that may have others too. `scales` names the engine and the sizes of what it keeps. `state` is that of
+    recurrent layers behind the last row where the blobs have a later one, `state_bytes` its size; 0 without any."""
+
+    start: int
+    length: int
+    blobs: Sequence[RowBlob]
+    kv: str
+    scales: str
+    row_bytes: int
+    state: NDArray[np.uint8] | None = None
+    state_bytes: int = 0
+    keys: ClassVar[Sequence[NDArray[Any]]] = ()
+    values: ClassVar[Sequence[NDArray[Any]]] = ()
+    in_place: ClassVar[bool] = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
+        return sum(blob.data.nbytes for blob in self.blobs) + (0 if self.state is None else self.state.nbytes)
 
-    @property
-    def copyable(self) -> bool:
-        """Whether rows can be copied out and in, and rewritten."""
+    def part(self, start: int, stop: int) -> OpaqueRows:
+        first, last = self.start + start, self.start + stop
+        blobs = [blob for blob in self.blobs if blob.stop > first and blob.start < last]
+        state = self.state if stop == self.length else None
+        return dataclasses.replace(self, start=first, length=stop - start, blobs=blobs, state=state)
 
-    def trim(self, length: int) -> None:
-        """Drops all rows from `length` on. Costs nothing. Until they are overwritten they stay what they are, for a
-        pass that starts there and masks the layers that wrote them."""
+    def cut(self, at: int) -> OpaqueRows:
+        """Both keep a blob that has rows of both."""
+        rest, mine = self.part(at, self.length), self.part(0, at)
+        self.length, self.blobs, self.state = at, mine.blobs, None
+        return rest
 
-    def resumable(self, length: int) -> int:
-        """To how many rows, `length` at most, the cache can be trimmed for a text to go on there. All of them, but
-        where recurrent layers have a state, which cannot go back to any row."""
+    def rewindable_to(self, rows: int) -> int:
+        behind = self.state is not None or (bool(self.blobs) and self.blobs[-1].stop == self.start + self.length)
+        return rows if not self.state_bytes or (behind and rows == self.length) else 0
 
-    def mark(self) -> None:
-        """Keeps the state needed to trim the cache to this length later, if it could not be otherwise."""
-
-    @property
-    def marked(self) -> int:
-        """To how many rows it can be trimmed for a mark; 0 where that takes none, or there is none."""
-
-    def hold(self, length: int | None) -> None:
-        """Has passes from now on leave it possible to trim the cache to `length` again; None: to where each begins. Of
-        a cache that can be trimmed to any length nothing changes."""
-
-    def keep(self, start: int, rows: Sequence[int]) -> None:
-        """After a pass that began at row `start`: keeps these of its rows, in this order, and drops the others."""
-
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """All rows, or rows start..stop-1, as they are now: copied, or held where they lie."""
-
-    def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds rows behind those in use, as the pass that made them had done."""
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts rows in the place of all."""
-
-    def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use: calls `edit` for each layer in order and stores what it returns. Keys are as
-        cached, rotated by the position they were fed with. One layer's floats are alive at a time. Where `edit` fails,
-        the cache is empty afterwards."""
-
-    def clear(self) -> None:
-        """Drops all rows and gives their memory back, as far as it was not all taken at the beginning."""
-
-
-class TrimmedCache:
-    """The common part of caches that can be trimmed to any length."""
-
-    def resumable(self, length: int) -> int:
-        return length
-
-    def mark(self) -> None:
-        """See `KVCache.mark`."""
-
-    @property
-    def marked(self) -> int:
-        return 0
-
-    def hold(self, length: int | None) -> None:
-        """See `KVCache.hold`."""
-
-
-class ForkableCache(Protocol):
-    """Rows of a text that can go on in several ways."""
-
-    @property
-    def length(self) -> int:
-        """Rows in use."""
-
-    def fork(self) -> ForkableCache:
-        """Another one with the same rows."""
-
-    def clear(self) -> None:
-        """Drops all rows."""
-
-
-class ObservedCache(KVCache, Protocol):
-    """A cache that reports which rows of a pass were kept."""
-
-    observe_keep: Callable[[int, Sequence[int]], None] | None
+    def bytes_for(self, rows: int) -> int:
+        return rows * self.row_bytes + (self.state_bytes if rows else 0)
 
 
 def check_snapshot(snapshot: CacheSnapshot, geometry: Geometry, capacity: int) -> None:

@@ -12,9 +12,8 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tokenizer_table import TABLE
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
+from edgeinfer.runtime.backends.expert_use import ExpertUseObserver
 from edgeinfer.runtime.devices.providers import Device, Graphs
 from edgeinfer.runtime.devices.registry import choose_device
 from edgeinfer.runtime.planning.facts import (
@@ -28,6 +27,7 @@ from edgeinfer.runtime.planning.facts import (
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import usable_cores
 from edgeinfer.runtime.text.contract import TokenizerLike
+from edgeinfer.runtime.weights.experts import ExpertCache
 from edgeinfer.runtime.weights.layouts import Progress
 
 
@@ -161,7 +161,9 @@ def thread_count(config: LoadConfig, settings: TunedSettings = UNTUNED) -> int:
     return config.threads or settings.threads or usable_cores()
 
 
-def counting_experts(bundle: Bundle, backend: Backend, cache: ObservedCache) -> Backend:
-    """A backend with this cache, its experts counted where it has any."""
+def counting_experts(bundle: Bundle, backend: Backend, expert_cache: ExpertCache | None = None) -> Backend:
+    """A backend, its experts counted where it has any."""
     decoder = bundle.manifest.decoder
-    return backend if decoder is None or decoder.moe is None else ExpertCountingBackend(backend, cache, decoder)
+    if decoder is not None and decoder.moe is not None:
+        backend.observers.append(ExpertUseObserver(decoder, expert_cache))
+    return backend

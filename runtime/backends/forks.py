@@ -1,107 +1,136 @@
-"""Continuations of one text: evaluated together if a backend can, else one after the other in its one cache."""
+"""Backends whose memory holds one sequence, in which its forks take turns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
-from typing import Any
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend, ForkingBackend, ForwardInput, ForwardOutput, TogetherBackend
-from edgeinfer.runtime.backends.wrapped import uncounted
+from edgeinfer.core.errors import BackendError
+from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit, check_length
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult, check_pass
 
-# Copies that the rows of a text are kept in behind the first; more are made one.
+# Copies that the rows of a fork are kept in; more are made one.
 _MOST_PIECES = 8
 
 
-@dataclass(eq=False)
-class _Piece:
-    """Rows of a text that follow each other."""
+class CopiedFork(KVCache):
+    """Implements `KVCache`: a text whose first rows are those of another cache, where copies of its further ones lie
+    while it has its turn. Forks of it share the copies."""
 
-    length: int
-    rows: CacheSnapshot | None = None  # a copy; None while they lie in the backend's cache alone
-
-
-class CopiedFork:
-    """Implements `ForkableCache`: a text whose rows lie in the backend's cache when it has its turn, else in copies."""
-
-    def __init__(self, pieces: Sequence[_Piece]) -> None:
-        self.pieces = list(pieces)
+    def __init__(self, origin: KVCache, trunk: int, pieces: Sequence[CacheSnapshot] = ()) -> None:
+        self.origin = origin
+        self._trunk = trunk  # first rows of the origin
+        self._pieces = list(pieces)
+        self.capacity, self.adapter = origin.capacity, origin.adapter
+        self.length = trunk + sum(piece.length for piece in pieces)
 
     @property
-    def length(self) -> int:
-        return sum(piece.length for piece in self.pieces)
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self._pieces)
 
     def fork(self) -> CopiedFork:
-        """Another text with the same rows, of which there is one copy."""
-        return CopiedFork(self.pieces)
+        return CopiedFork(self.origin, self._trunk, self._pieces)
+
+    def trim(self, length: int) -> None:
+        check_length(length, self.length)
+        while self._pieces and length < self.length:
+            last = self._pieces.pop()
+            start = self.length - last.length
+            if length > start:
+                self._pieces.append(last.part(0, length - start))
+            self.length = max(start, length)
+        self._trunk, self.length = min(self._trunk, length), length
 
     def clear(self) -> None:
-        self.pieces.clear()
+        self.trim(0)
 
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
+        if list(rows) != list(range(len(rows))):
+            raise BackendError(f"Rows {list(rows)} of a fork do not follow each other.")
+        self.trim(start + len(rows))
 
-class TurnTaking:
-    """Implements `ForkingBackend` for a backend of one text at a time, whose passes the texts take turns in. Every row
-    is what it is in a pass of its own text alone, to the last bit, as that is what it is computed in. What a text has
-    in common with the one before it stays where it is in the cache."""
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        with self.entered():
+            return self.origin.snapshot(start, stop)
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._there = [_Piece(backend.cache.length)]  # what the backend's cache holds
-        self.cache = CopiedFork(self._there)
+    def append(self, snapshot: CacheSnapshot) -> None:
+        self._pieces.append(snapshot)
+        self.length += snapshot.length
 
-    def forward_together(self, sequences: Sequence[tuple[CopiedFork, ForwardInput]]) -> list[ForwardOutput]:
-        outputs = []
+    def rewrite(self, edit: Edit) -> None:
+        raise BackendError("The rows of a fork cannot be rewritten.")
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Has all rows lie in the origin, and afterwards those again that were there."""
+        origin, trunk = self.origin, self._trunk
+        behind = origin.snapshot(trunk) if origin.length > trunk else None
+        origin.trim(trunk)
         try:
-            for fork, batch in sequences:
-                self._put(fork.pieces)
-                outputs.append(self._backend.forward(batch).copy())
-                self._add(fork, len(batch.tokens))
+            for piece in self._pieces:
+                origin.append(piece)
+            yield
         finally:
-            self._put(self.cache.pieces)
-        return outputs
+            origin.trim(trunk)
+            if behind is not None:
+                origin.append(behind)
 
-    def _put(self, pieces: Sequence[_Piece]) -> None:
-        """Replace the rows in the backend's cache by these."""
-        cache, there = self._backend.cache, self._there
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(there, pieces, strict=False)))
-        start = end = sum(piece.length for piece in pieces[:common])
-        for piece in there[common:]:
-            if piece.rows is None:
-                piece.rows = cache.snapshot(end, end + piece.length)
-            end += piece.length
-        cache.trim(start)
-        self._there = there[:common]
-        for piece in pieces[common:]:
-            assert piece.rows is not None, "only what the cache holds has no copy"
-            cache.append(piece.rows)
-            self._there.append(piece)
-
-    def _add(self, fork: CopiedFork, rows: int) -> None:
-        """Add the last rows of the backend's cache to the text."""
-        cache = self._backend.cache
-        start = cache.length - rows
-        if len(fork.pieces) > _MOST_PIECES:
-            start = fork.pieces[0].length
-            del fork.pieces[1:], self._there[1:]
-        fork.pieces.append(_Piece(cache.length - start, cache.snapshot(start)))
-        self._there = list(fork.pieces)
+    def take(self, start: int) -> None:
+        """Copies the origin's rows from `start` on, which a pass over this text appended."""
+        if len(self._pieces) > _MOST_PIECES:
+            start = self._trunk
+            self._pieces.clear()
+        self._pieces.append(self.origin.snapshot(start))
+        self.length = self.origin.length
 
 
-def can_fork(backend: Backend) -> bool:
-    whole = backend.cache.copyable and backend.capabilities.copies
-    return isinstance(uncounted(backend), TogetherBackend) or whole
+class OneSequenceBackend(Backend):
+    """The base of backends that hold one sequence at a time, as plans have the memory of one. What a fork has in common
+    with the sequence stays where it is; every row is what it is in a pass of its own text alone, as that is what it is
+    computed in."""
 
+    _capacity: int
+    _current: weakref.ref[KVCache] | None = None
 
-def copied_bytes(backend: Backend, rows: int) -> int:
-    """Bytes of copies of so many rows; none where texts share what holds them."""
-    shared = isinstance(uncounted(backend), TogetherBackend)
-    return 0 if shared else backend.cache.snapshot(0, 0).bytes_for(rows)
+    def new_sequence(self, capacity: int) -> KVCache:
+        if capacity > self._capacity:
+            raise BackendError(f"A sequence of {capacity} tokens is longer than a context of {self._capacity}.")
+        if self._current is not None and self._current() is not None:
+            raise BackendError(f"The {self.name} backend holds one sequence at a time.")
+        cache = self._new_cache(capacity)
+        cache.observers = self.observers
+        self._current = weakref.ref(cache)
+        return cache
 
+    def forward(self, passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
+        if len(passes) == 1:
+            return [self._evaluated(*passes[0])]
+        return [self._evaluated(cache, batch).copy() for cache, batch in passes]
 
-def forking(backend: Backend) -> ForkingBackend[Any]:
-    """A backend for several continuations of the text in a backend's cache, if `can_fork` allows it. Experts that their
-    passes use are not counted."""
-    backend = uncounted(backend)
-    return backend if isinstance(backend, TogetherBackend) else TurnTaking(backend)
+    def _evaluated(self, cache: KVCache, batch: Pass) -> PassResult:
+        check_pass(self, cache, batch)
+        start = cache.length
+        if isinstance(cache, CopiedFork):
+            with cache.entered():
+                result = self._run(cache.origin, batch).copy()
+                cache.take(start)
+        else:
+            result = self._run(cache, batch)
+        for observer in self.observers:
+            observer.passed(cache, start, batch, result)
+        return result
+
+    @abstractmethod
+    def _new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for the sequence."""
+
+    @abstractmethod
+    def _run(self, cache: KVCache, batch: Pass) -> PassResult:
+        """A checked pass of the sequence."""
+
+    @property
+    def _kv_bytes(self) -> int:
+        cache = None if self._current is None else self._current()
+        return 0 if cache is None else cache.nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,23 +15,22 @@ from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
     CopiedRows,
     Edit,
-    TrimmedCache,
     check_edit,
     check_length,
     check_snapshot,
     kept_rows,
     row_range,
 )
+from edgeinfer.runtime.backends.contract import KVCache
+from edgeinfer.runtime.backends.forks import CopiedFork
 
 # 256 rows keep the first growth away from short chats; doubling bounds copying to one extra pass over the cache.
 _FIRST_ROWS = 256
 
 
-class FloatCache(TrimmedCache):
+class FloatCache(KVCache):
     """The common part of caches of float32 keys and values of every layer, (1, heads, rows, width) each, of whose rows
     `length` are in use."""
-
-    copyable = True
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:
         self._geometry = geometry
@@ -63,14 +61,8 @@ class FloatCache(TrimmedCache):
         keys, values = ([a[0, :, start:stop].copy() for a in arrays] for arrays in (self.keys, self.values))
         return CopiedRows(stop - start, keys, values)
 
-    @abstractmethod
-    def append(self, snapshot: CacheSnapshot) -> None:
-        """See `KVCache.append`."""
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        check_snapshot(snapshot, self._geometry, self.capacity)
-        self.length = 0
-        self.append(snapshot)
+    def fork(self) -> CopiedFork:
+        return CopiedFork(self, self.length)
 
     def rewrite(self, edit: Edit) -> None:
         rows, left = self.length, None
@@ -103,9 +95,11 @@ class KVBuffers(FloatCache):
         self._fixed = fixed
         # Called before memory moves or is freed; nothing may be bound to the buffers afterwards.
         self.unbind: Callable[[], None] | None = None
-        self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
         self.rows = 0
         self.reserve(min(_FIRST_ROWS, self._most))
+
+    def prepare(self, rows: int) -> None:
+        self.reserve(self.length + rows)
 
     def reserve(self, rows: int) -> bool:
         """Makes room for `rows` rows by doubling the buffers; True if they were too small and moved."""
@@ -141,15 +135,13 @@ class KVBuffers(FloatCache):
         for arrays in (self.keys, self.values):
             arrays[:] = [_empty(array) for array in arrays]
 
-    def keep(self, start: int, rows: Sequence[int]) -> None:
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
         """Keeps rows `start + r` for r in `rows`, ascending, moved together to `start`."""
         wanted = kept_rows(start, rows, self.length)
         if wanted != list(range(start, start + len(wanted))):
             for array in (*self.keys, *self.values):
                 array[:, :, start : start + len(wanted)] = array[:, :, wanted]
         self.length = start + len(wanted)
-        if self.observe_keep is not None:
-            self.observe_keep(start, rows)
 
     def append(self, snapshot: CacheSnapshot) -> None:
         check_snapshot(snapshot, self._geometry, self.capacity - self.length)

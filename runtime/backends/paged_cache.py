@@ -21,6 +21,7 @@ from edgeinfer.runtime.backends.cache import (
     kept_rows,
     row_range,
 )
+from edgeinfer.runtime.backends.contract import KVCache
 from edgeinfer.runtime.paging.layout import PAGE, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.paging.states import SequenceState, StatePool, StateSnapshot
@@ -115,7 +116,7 @@ class PageSnapshot:
     def _state_at(self, rows: int) -> StateSnapshot | None:
         return None if self.behind is None else self.behind.within(self.start + rows)
 
-    def resumable(self, rows: int) -> int:
+    def rewindable_to(self, rows: int) -> int:
         """After how many of the first rows, `rows` at most, a text can go on: of recurrent layers, where a state is."""
         if self._states is None:
             return rows
@@ -140,7 +141,7 @@ _PIECE = 4 * PAGE
 _NONE = -1  # in the table
 
 
-class PagedCache:
+class PagedCache(KVCache):
     """Implements `KVCache` over pages of a pool.
 
     Rows behind the length stay what they are until another pass was prepared, for one that resumes there.
@@ -154,11 +155,8 @@ class PagedCache:
         state: the state of recurrent layers; None without any.
         shift: how much less the position of a further row is than its place, as contexts before it lie side by side; 0
             again when all rows are dropped.
-        adapter: the adapter of the rows that passes append; -1 for none.
         table: the page of each 64 slots, -1 behind the last; it stays where it is. (P,)
     """
-
-    copyable = True
 
     def __init__(
         self, pool: PagePool, capacity: int, spare: int = 0, states: StatePool | None = None, *, reserves: bool = True
@@ -171,9 +169,7 @@ class PagedCache:
         self._spare = spare
         self._reserves = reserves
         self.length = self.shift = 0
-        self.adapter = -1
         self.table: NDArray[np.int32] = np.full(pages_for(capacity + spare), _NONE, np.int32)
-        self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
         self.observe_clear: Callable[[], None] | None = None
         self._shared = 0  # number of first pages that others may hold too
 
@@ -242,6 +238,7 @@ class PagedCache:
         self.pool.share(pages)
         forked._extend(pages)
         forked.length, forked.adapter, forked.shift = self.length, self.adapter, self.shift
+        forked.observers = self.observers
         forked._shared = len(pages)
         self._shared = max(self._shared, len(pages))
         if self.state is not None and forked.state is not None and (found := self.state.at(self.length)) is not None:
@@ -254,8 +251,8 @@ class PagedCache:
         if self.state is not None:
             self.state.advance(self.length)
 
-    def resumable(self, length: int) -> int:
-        return length if self.state is None else self.state.resumable(length)
+    def rewindable_to(self, length: int) -> int:
+        return length if self.state is None else self.state.rewindable_to(length)
 
     def mark(self) -> None:
         if self.state is not None:
@@ -284,7 +281,7 @@ class PagedCache:
         if self.observe_clear is not None:
             self.observe_clear()
 
-    def keep(self, start: int, rows: Sequence[int]) -> None:
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
         """Keeps rows `start + r` for r in `rows`, ascending, moved together to `start`."""
         wanted = kept_rows(start, rows, self.length)
         stop = start + len(wanted)
@@ -295,8 +292,6 @@ class PagedCache:
             if self.state is not None:
                 self.state.move(np.array(wanted), np.arange(start, stop))
         self.trim(stop)
-        if self.observe_keep is not None:
-            self.observe_keep(start, rows)
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> PageSnapshot | CopiedRows:
         """Holds the pages of the rows in use, or of start..stop-1 of them; copies the rows where the pool has no pages
@@ -316,15 +311,22 @@ class PagedCache:
         self._shared = max(self._shared, last)
         return PageSnapshot(self.pool, self._pages[start // PAGE : last], start % PAGE, stop - start, **further)
 
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        self._check(snapshot, self.capacity)
-        self.trim(0)
-        self._append(snapshot)
-
     def append(self, snapshot: CacheSnapshot) -> None:
         """Adds rows behind those in use: pages of this pool are held, other rows are copied."""
-        self._check(snapshot, self.capacity - self.length)
-        self._append(snapshot)
+        layout, start = self.pool.layout, self.length
+        check_type(snapshot, self.capacity - start, layout.kv, layout.scales)
+        if not isinstance(snapshot, PageSnapshot) or snapshot.pool is not self.pool:
+            check_rows(snapshot, layout.stored)
+            self._add_copies(snapshot)
+            if self.state is not None:
+                self.state.take(snapshot.state, self.length)
+            return
+        if snapshot.offset != start % PAGE:
+            self._add_rows(snapshot.places)
+        else:
+            self._add_pages(snapshot)
+        if self.state is not None and snapshot.behind is not None and snapshot.start == start:
+            self.state.adopt(snapshot.behind)
 
     def rewrite(self, edit: Edit) -> None:
         rows, left = self.length, None
@@ -335,20 +337,6 @@ class PagedCache:
             left = check_edit(kept, layer, edited, rows, left)
             self.write(layer, 0, *edited)
         self.length = left or 0
-
-    def _append(self, snapshot: CacheSnapshot) -> None:
-        start = self.length
-        if not isinstance(snapshot, PageSnapshot) or snapshot.pool is not self.pool:
-            self._add_copies(snapshot)
-            if self.state is not None:
-                self.state.take(snapshot.state, self.length)
-            return
-        if snapshot.offset != self.length % PAGE:
-            self._add_rows(snapshot.places)
-        else:
-            self._add_pages(snapshot)
-        if self.state is not None and snapshot.behind is not None and snapshot.start == start:
-            self.state.adopt(snapshot.behind)
 
     def _add_pages(self, snapshot: PageSnapshot) -> None:
         """Hold the pages of rows that begin where the rows in use end; rows of a partly used page are copied."""
@@ -387,13 +375,6 @@ class PagedCache:
             both = ([layer[:, at:stop] for layer in rows] for rows in (keys, values))
             self.pool.rows.put_stored(self._places(start + at, start + stop), *both)
         self.length = start + snapshot.length
-
-    def _check(self, snapshot: CacheSnapshot, room: int) -> None:
-        layout = self.pool.layout
-        check_type(snapshot, room, layout.kv, layout.scales)
-        if isinstance(snapshot, PageSnapshot) and snapshot.pool is self.pool:
-            return
-        check_rows(snapshot, layout.stored)
 
     def _can_share(self, first: int, last: int) -> bool:
         """Whether the pool has pages for all of this cache's rows without those at these places of the table."""

@@ -59,5 +59,5 @@ def make_backend(
     factory = factory_of(facts.backend)
     if not factory.adapts:
         config.refuse_adapters(factory.engine())
-    config = with_measured_policy(config, facts.bundle)
+    config = with_measured_policy(config, facts.bundle, facts.backend)
     return factory.make(BackendOrder(facts, config, configuration, progress, room))

@@ -1,36 +1,34 @@
-"""Continuous batching: sequences that are decoded side by side, whose rows share the passes of one model.
+"""Runs tasks, and the passes that they wait for: one task alone, or several whose rows share passes.
 
-Each sequence is decoded by a task: ordinary code, on a thread of its own, that asks `SequenceBackend.forward` for
-passes. Tasks run one at a time, and only while the scheduler lets them, so what they share needs no locks. Once all of
-them wait for rows, one pass evaluates the rows of all; a prompt's are cut to what the others can wait for, and the rest
-follows in later passes (Sarathi-Serve, Agrawal et al. 2024). A row's bits depend on its own text alone, so every
-sequence decodes what it would alone.
+A task is a generator that yields `Evaluate`, whose results it is sent, or items for its reader. A lone task's passes
+run at once. Once all of several tasks wait for rows, one pass evaluates the rows of all; a prompt's are cut to what the
+others can wait for, and the rest follows in later passes (Sarathi-Serve, Agrawal et al. 2024). A row's bits depend on
+its own text alone, so every sequence decodes what it would alone. There are no threads here: whoever wants an item
+calls `step` until it is there, always from one thread at a time.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import numpy as np
 
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import (
     Backend,
-    ForwardInput,
-    ForwardOutput,
+    KVCache,
+    Pass,
     PassCancelledError,
+    PassResult,
     PreemptedError,
-    RotatingBackend,
-    TogetherBackend,
-    adapter_place,
     check_pass,
 )
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.backends.wrapped import WrappedBackend, uncounted
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, T
 from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
 
 
@@ -38,10 +36,10 @@ class RowRequest:
     """Rows of one sequence that a task waits for: its batch, rows evaluated so far, and the passes' outputs. The last
     output is a view until `keep`. A prompt's rows may be cut into several passes; drafts may be cut."""
 
-    def __init__(self, cache: PagedCache, batch: ForwardInput) -> None:
-        self.cache, self.batch = cache, batch
+    def __init__(self, backend: Backend, cache: KVCache, batch: Pass) -> None:
+        self.backend, self.cache, self.batch = backend, cache, batch
         self.fed = 0
-        self.parts: list[ForwardOutput] = []
+        self.parts: list[PassResult] = []
         self._kept = True  # nothing of them is a view
         self.error: BaseException | None = None
         self.can_wait = batch.is_chain and len(batch.rows) < len(batch.tokens)
@@ -62,7 +60,7 @@ class RowRequest:
             gains = None if batch.gains is None else batch.gains[:rows]
             self.batch = dataclasses.replace(self.next_rows(rows), tree=tree, gains=gains)
 
-    def next_rows(self, count: int) -> ForwardInput:
+    def next_rows(self, count: int) -> Pass:
         """The next rows, as a pass's input."""
         batch, start, stop = self.batch, self.fed, self.fed + count
         if count == len(batch.tokens):
@@ -77,7 +75,7 @@ class RowRequest:
             tapped=None if batch.tapped is None else batch.tapped[start:stop],
         )
 
-    def take(self, output: ForwardOutput, count: int) -> None:
+    def take(self, output: PassResult, count: int) -> None:
         """Store a pass's output for the next rows."""
         self.fed += count
         self.parts.append(output)
@@ -88,14 +86,14 @@ class RowRequest:
             self.parts[-1] = self.parts[-1].copy()
             self._kept = True
 
-    def output(self) -> ForwardOutput:
+    def output(self) -> PassResult:
         """Join the output of all passes; of a single one a view that the next pass overwrites."""
         if len(self.parts) == 1:
             return self.parts[0]
         hidden = [part.hidden for part in self.parts if part.hidden is not None]
         experts = [part.experts for part in self.parts if part.experts is not None]
         tapped = [part.tapped for part in self.parts if part.tapped is not None]
-        return ForwardOutput(
+        return PassResult(
             np.concatenate([part.logits for part in self.parts]),
             np.concatenate(hidden) if hidden else None,
             np.concatenate(experts, axis=1) if experts else None,
@@ -104,318 +102,324 @@ class RowRequest:
 
 
 class SequenceTask:
-    """Work on a thread of its own that runs only while the scheduler lets it; `requests` are the rows it waits for."""
+    """A generator that a scheduler runs; `requests` are the rows it waits for, `behind` is the older task that got its
+    pages, and ends before this one goes on.
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    Args:
+        work: yields `Evaluate` or items.
+        give: takes the items.
+        ended: is called once at the end, with the error that the work raised, if any.
+    """
+
+    def __init__(
+        self,
+        work: Generator[Any, Any, object],
+        give: Callable[[Any], object],
+        ended: Callable[[Exception | None], object],
+    ) -> None:
+        self.work, self._give, self._ended = work, give, ended
         self.over = False
         self.requests: tuple[RowRequest, ...] = ()
-        self._work = work
-        # Whose turn it is these tell, so that an interrupt between any two steps of the caller loses none. Locks only
-        # wake who waits to look; they do without the queues of a semaphore, which is written in Python.
-        self._turns_given = self._turns_over = 0
-        self._turn, self._back = threading.Lock(), threading.Lock()
-        self._turn.acquire()
-        self._back.acquire()
-        self._thread = threading.Thread(target=self._run, name="edgeinfer-sequence", daemon=True)
-        self._thread.start()
+        self.behind: SequenceTask | None = None
+        self.helper: SequenceTask | None = None  # another, which is cancelled with this
+        self.cancelled = False
+        self._sent: list[PassResult] | None = None  # what it goes on with
+        self._error: BaseException | None = None
 
     @property
     def waits(self) -> bool:
         return not all(request.over for request in self.requests)
 
-    def outputs(self) -> list[ForwardOutput]:
-        """Outputs of the rows that the task waited for."""
-        requests, self.requests = self.requests, ()
-        error = next((request.error for request in requests if request.error is not None), None)
-        if error is None:
-            return [request.output() for request in requests]
-        del requests
-        try:
-            raise error
-        finally:
-            del error  # the frames of its traceback hold pages, and would wait for the collection of a circle
+    @property
+    def paused(self) -> bool:
+        """Whether it has given its pages up, and waits until an older task ends."""
+        return self.behind is not None and not self.behind.over and not self.requests
 
     def fail(self, error: BaseException) -> None:
         """End the wait for rows with an error."""
         for request in self.requests:
             request.error = error
 
-    def resume(self) -> None:
-        """Run the task until it waits for rows or ends; after an interrupt call `finish_turn`."""
-        self._turns_given = self._turns_over + 1
-        self.finish_turn()
-        if self.over:
-            self._thread.join()
+    def answer(self, results: list[PassResult] | None, error: BaseException | None = None) -> None:
+        """Set what the task goes on with: the results of its passes, or an error."""
+        self._sent, self._error = results, error
 
-    def finish_turn(self) -> None:
-        """Wait until a resumed task waits for rows or ends."""
-        while self._turns_over < self._turns_given:
-            _wake(self._turn)
-            self._back.acquire()
+    def collect(self) -> None:
+        """Go on with the outcome of the rows that it waited for."""
+        requests, self.requests = self.requests, ()
+        if requests:
+            self._error = next((request.error for request in requests if request.error is not None), None)
+            self._sent = None if self._error is not None else [request.output() for request in requests]
 
-    def wait(self) -> None:
-        """Wait for the next turn, on the task's own thread."""
-        self._end_turn()
-        self._await_turn()
-
-    def _await_turn(self) -> None:
-        while self._turns_over == self._turns_given:
-            self._turn.acquire()
-
-    def _end_turn(self) -> None:
-        self._turns_over = self._turns_given
-        _wake(self._back)
-
-    def _run(self) -> None:
-        self._await_turn()
+    def advance(self) -> Evaluate | None:
+        """Go on up to the next passes, which are returned, or the next item, which is given, or the end."""
+        sent, error, self._sent, self._error = self._sent, self._error, None, None
         try:
-            self._work()
+            found = self.work.send(sent) if error is None else self.work.throw(error)
+        except StopIteration:
+            self._end(None)
+            return None
+        except Exception as raised:
+            self._end(raised)
+            return None
+        except BaseException:
+            self._end(None)
+            raise
         finally:
-            self.over = True
-            self._work = _nothing  # what it refers to need not wait for the thread's end
-            self._end_turn()
-
-
-def _wake(waiting: threading.Lock) -> None:
-    """Wake the thread that waits for a lock; only one side ever does so."""
-    if waiting.locked():
-        waiting.release()
-
-
-def _nothing() -> None:
-    """What a task that is over does."""
-
-
-class SequenceBackend(WrappedBackend[Backend]):
-    """Implements `contract.Backend` for one sequence of several, whose passes the scheduler shares among them."""
-
-    def __init__(self, scheduler: Scheduler, backend: Backend, cache: PagedCache) -> None:
-        super().__init__(backend)
-        self._scheduler = scheduler
-        self._own = cache
-
-    @property
-    def cache(self) -> PagedCache:
-        return self._own
-
-    def use_adapter(self, name: str | None) -> None:
-        self._own.adapter = adapter_place(self.adapters, name)
-
-    @property
-    def batch_size(self) -> int:
-        return self._scheduler.batch_size
-
-    @property
-    def free_pages(self) -> int:
-        return self._scheduler.free_pages
-
-    def new_sequence(self, capacity: int) -> PagedCache:
-        return self._scheduler.new_sequence(capacity).cache
-
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """Evaluate a pass together with rows of other sequences."""
-        return self.forward_together([(self._own, batch)])[0]
-
-    def forward_together(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
-        """Evaluate several sequences of one reply, together with those of others."""
-        for cache, batch in sequences:
-            check_pass(self._inner, batch, cache)
-        return self.forward_checked(sequences)
-
-    def forward_checked(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
-        return self._scheduler.evaluate(self, sequences)
-
-    def cancel(self) -> None:
-        """End the wait for rows; a shared pass runs to its end."""
-        self._scheduler.cancel(self)
-
-    def nbytes(self) -> dict[str, int]:
-        """Return nothing: the pages are the pool's."""
-        return {"kv": 0, "buffers": 0}
+            del error  # the frames of its traceback hold pages, and would wait for the collection of a circle
+        if type(found) is Evaluate:
+            return found
+        self._give(found)
+        return None
 
     def close(self) -> None:
-        """Free the pages; the backend is shared."""
-        self._own.trim(0)
+        """End the work: it learns that its passes were cancelled, or left where it waits for none."""
+        if not self.requests:
+            self.work.close()
+            self._end(None)
+            return
+        self.requests, wanted = (), True
+        while not self.over:
+            self.answer(None, PassCancelledError("All sequences were ended.") if wanted else None)
+            wanted = self.advance() is not None
+
+    def _end(self, error: Exception | None) -> None:
+        self.over = True
+        ended, self._give, self._ended = self._ended, _nothing, _nothing
+        ended(error)
+
+
+def _nothing(_: object) -> None:
+    """What a task that is over tells its reader."""
 
 
 class Scheduler:
-    """Runs tasks side by side, and the passes that they wait for.
+    """Runs tasks, and the passes that they wait for.
 
     Args:
-        backend: that evaluates several sequences in one pass, and itself.
-        prompt_rows: rows of prompts in a pass at most, besides rows of sequences that are being decoded.
-        inter_token_latency: as `PromptShare` takes it.
-        make_room: lets go of kept prefixes until so many pages are free, or none is left.
-        pass_ms: gives the milliseconds of a pass by its rows, by which drafts are cut to what pays; or None where that
-            is not known, which leaves them whole.
-        draft_rows: rows of drafts in a pass that is shared at most.
-        on_pass_ms: is called with the rows of a pass without prompts, and its milliseconds.
+        backend: whose passes sequences share.
+        prompt_rows: rows of prompts in a pass at most, next to rows of sequences that are being decoded.
+
+    Attributes:
+        batch_size: number of sequences in the last pass.
     """
 
-    def __init__(
+    def __init__(self, backend: Backend, prompt_rows: int) -> None:
+        self._backend = backend
+        self._prompt_rows = prompt_rows
+        self._share, self._shares = PromptShare(prompt_rows), False  # whether sequences may share passes
+        self._make_room: Callable[[int], None] = _nothing
+        self._pass_ms: Callable[[], Callable[[int], float] | None] = _unknown
+        self._draft_rows = 0
+        self._on_pass_ms: Callable[[int, float], None] = _unheard
+        self.batch_size = 1
+        self._tasks: list[SequenceTask] = []  # the oldest first
+        self._alone: tuple[SequenceTask, Backend] | None = None  # whose pass runs by itself
+        self._awaited = False  # somebody wants to have a word before the next pass
+
+    def share(
         self,
-        backend: Backend,
-        prompt_rows: int,
-        *,
         inter_token_latency: float | None,
         make_room: Callable[[int], None],
         pass_ms: Callable[[], Callable[[int], float] | None],
         draft_rows: int,
         on_pass_ms: Callable[[int, float], None],
     ) -> None:
-        assert isinstance(backend, TogetherBackend), "sequences cannot share its passes"
-        self._backend = backend
-        self._together: TogetherBackend = backend
-        self._prompt_rows = prompt_rows
-        self._share = PromptShare(prompt_rows, inter_token_latency)
-        self._make_room = make_room
-        self._pass_ms, self._draft_rows, self._on_pass_ms = pass_ms, draft_rows, on_pass_ms
-        self.batch_size = 0  # number of sequences in the last pass
-        self._tasks: list[SequenceTask] = []  # the oldest first
-        self._lock = threading.Lock()  # of what other threads look at
-        self._current: SequenceTask | None = None  # that goes on now
-        self._waiting: dict[SequenceBackend, SequenceTask] = {}  # for rows, and whose task that is
-        self._alone: SequenceBackend | None = None  # whose pass runs by itself
-        self._awaited = False  # somebody wants to have a word before the next pass
-        self._closing = False
+        """Prepare for sequences that share passes.
 
-    @property
-    def running(self) -> int:
-        return len(self._tasks)
+        Args:
+            inter_token_latency: as `PromptShare` takes it.
+            make_room: lets go of kept prefixes until so many pages are free, or none is left.
+            pass_ms: gives the milliseconds of a pass by its rows, by which drafts are cut to what pays; or None where
+                that is not known, which leaves them whole.
+            draft_rows: rows of drafts in a pass that is shared at most.
+            on_pass_ms: is called with the rows of a pass without prompts, and its milliseconds.
+        """
+        self._share, self._shares = PromptShare(self._prompt_rows, inter_token_latency), True
+        self._make_room, self._pass_ms = make_room, pass_ms
+        self._draft_rows, self._on_pass_ms = draft_rows, on_pass_ms
 
-    @property
-    def free_pages(self) -> int:
-        return self._together.free_pages
+    def unshare(self) -> None:
+        """One sequence has the backend to itself again."""
+        self._shares, self.batch_size = False, 1
+        self._make_room, self._pass_ms, self._on_pass_ms = _nothing, _unknown, _unheard
 
-    def new_sequence(self, capacity: int) -> SequenceBackend:
-        """Make a backend for another sequence of at most this many tokens."""
-        return SequenceBackend(self, self._backend, self._together.new_sequence(capacity))
-
-    def start(self, work: Callable[[], None]) -> SequenceTask:
-        """Add a task, which begins with the next step. Must not raise; call on the thread of `step`."""
-        task = SequenceTask(work)
+    def add(self, task: SequenceTask) -> None:
+        """Add a task, which goes on with the next step."""
         self._tasks.append(task)
-        return task
+
+    def run(self, work: Passes[T], of: SequenceTask | None = None) -> T:
+        """Run a computation to its end among the tasks; it is cancelled with the task it is `of`."""
+        made: list[T] = []
+        errors: list[Exception | None] = []
+
+        def keeping() -> Generator[Any, Any, None]:
+            made.append((yield from work))
+
+        task = SequenceTask(keeping(), made.append, errors.append)
+        self.add(task)
+        if of is not None:
+            of.helper = task
+        while not task.over:
+            self.step()
+        if error := errors.pop():
+            raise error
+        if not made:
+            raise PassCancelledError("The computation was cancelled.")
+        return made[0]
+
+    def remove(self, task: SequenceTask) -> None:
+        """Take a task off, which goes on nowhere else."""
+        if task in self._tasks:
+            self._tasks.remove(task)
 
     def interrupt(self) -> None:
         """Make the running or next `step` return before another pass. Thread-safe."""
         self._awaited = True
 
     def step(self) -> bool:
-        """Run tasks until each waits for rows, then run a pass; return whether tasks are left."""
-        started = time.perf_counter()
+        """Run a lone task to its next item; run several until each waits for rows, then a pass. Return whether tasks
+        are left."""
+        tasks = self._tasks
         try:
-            for task in tuple(self._tasks):
-                self._resume(task)
-            waiting = [request for task in self._tasks for request in task.requests if not request.over]
-            if waiting and not self._awaited:
-                for task in self._tasks:
-                    for request in task.requests:
-                        request.keep()
-                self._pass(waiting, started)
+            going = tasks if len(tasks) < 2 else [task for task in tasks if not task.paused]
+            if len(going) == 1:
+                self._run_alone(going[0])
+            elif going:
+                self._run_together()
         except BaseException:
             self.close()
             raise
         # Here and not above: who interrupts between two steps has been heard by none.
         self._awaited = False
-        return bool(self._tasks)
+        return bool(tasks)
 
     def close(self) -> None:
-        """Cancel all tasks, on the thread of `step`."""
-        self._closing = True
-        for task in tuple(self._tasks):
-            task.finish_turn()
-            while not task.over:
-                if task.waits:
-                    task.fail(PassCancelledError("All sequences were ended."))
-                self._go_on(task)
-        self._tasks.clear()
-        self._closing = False
+        """Cancel all tasks."""
+        while self._tasks:
+            task = self._tasks[-1]
+            task.close()
+            self.remove(task)
 
-    def give_way(self) -> None:
-        """Yield a pass to others, on a task's thread."""
-        if self._current is not None and not self._closing:
-            self._current.wait()
+    def cancel(self, task: SequenceTask) -> None:
+        """End a task's wait for rows, or its own pass. Thread-safe."""
+        task.cancelled, task.behind = True, None
+        if (alone := self._alone) is not None and alone[0] is task:
+            alone[1].cancel()
+        task.fail(PassCancelledError("The sequence was cancelled."))
+        if task.helper is not None:
+            self.cancel(task.helper)
 
-    def evaluate(
-        self, sequence: SequenceBackend, wanted: Sequence[tuple[PagedCache, ForwardInput]]
-    ) -> list[ForwardOutput]:
-        """Wait for rows that later passes evaluate; a lone task, or a caller that is none, runs them at once."""
-        if self._closing:
-            raise PassCancelledError("All sequences were ended.")
-        task = self._current
-        if task is None or (len(self._tasks) == 1 and not self._awaited):
-            return self._evaluate_alone(sequence, wanted)
-        task.requests = tuple(RowRequest(cache, batch) for cache, batch in wanted)
-        with self._lock:
-            self._waiting[sequence] = task
-        task.wait()
-        with self._lock:
-            del self._waiting[sequence]
-        return task.outputs()
+    def _run_alone(self, task: SequenceTask) -> None:
+        """Run the only task, and its passes at once, up to its next item."""
+        if task.waits:  # others have ended meanwhile, or somebody has interrupted
+            left = [request for request in task.requests if not request.over]
+            if len(left) < len(task.requests) or any(request.fed for request in left):
+                for request in task.requests:
+                    request.keep()
+                self._pass(left, time.perf_counter())
+                return
+            task.requests = ()
+            wanted: Evaluate | None = Evaluate(left[0].backend, [(each.cache, each.batch) for each in left])
+        else:
+            task.collect()
+            wanted = task.advance()
+        while wanted is not None:
+            if self._awaited:
+                self._wait(task, wanted)
+                return
+            try:
+                task.answer(self._evaluated(task, wanted))
+            except Exception as error:
+                task.answer(None, error)
+            wanted = task.advance()
+        if task.over:
+            self.remove(task)
 
-    def cancel(self, sequence: SequenceBackend) -> None:
-        """End a sequence's wait for rows, or its own pass. Thread-safe."""
-        with self._lock:
-            if self._alone is sequence:
-                self._backend.cancel()
-            task = self._waiting.get(sequence)
-            if task is not None and task.waits:
-                task.fail(PassCancelledError("The sequence was cancelled."))
-
-    def _evaluate_alone(
-        self, sequence: SequenceBackend, wanted: Sequence[tuple[PagedCache, ForwardInput]]
-    ) -> list[ForwardOutput]:
-        self._provide(sum(cache.pages_for(len(batch.tokens)) for cache, batch in wanted))
-        self.batch_size = len(wanted)
-        with self._lock:
-            self._alone = sequence
+    def _evaluated(self, task: SequenceTask, wanted: Evaluate) -> list[PassResult]:
+        backend, passes = wanted.backend, wanted.passes
+        if not passes:
+            return []
+        self._alone = task, backend
         try:
+            if task.cancelled:  # before `cancel` could see whose pass it is
+                raise PassCancelledError("The sequence was cancelled.")
+            if not self._shares or backend is not self._backend:
+                return _forward(backend, passes, task)
+            self.batch_size = len(passes)
+            rows = sum(len(batch.tokens) for _, batch in passes)
+            # A row needs at most a page of its own, and a copy of the one that it goes on in.
+            if backend.free_pages < rows + len(passes):
+                self._provide(sum(_pages_for(cache, len(batch.tokens)) for cache, batch in passes))
             started = time.perf_counter()
-            outputs = self._together.forward_checked(wanted)
-            if all(len(batch.tokens) == 1 for _, batch in wanted):
-                self._share.observe(len(wanted), 0, (time.perf_counter() - started) * 1e3)
+            results = _forward(backend, passes, task)
+            if rows == len(passes):
+                self._share.observe(rows, 0, (time.perf_counter() - started) * 1e3)
+            return results
         finally:
-            with self._lock:
-                self._alone = None
-        return outputs
+            self._alone = None
+
+    def _run_together(self) -> None:
+        """Run tasks until each waits for rows of the model, then run a pass."""
+        started = time.perf_counter()
+        while True:
+            for task in tuple(self._tasks):
+                self._resume(task)
+            waiting = [request for task in self._tasks for request in task.requests if not request.over]
+            if not waiting or self._awaited:
+                return
+            for task in self._tasks:
+                for request in task.requests:
+                    request.keep()
+            # Draft models first: what they draft has rows in the model's pass.
+            other = next((request for request in waiting if request.backend is not self._backend), None)
+            if other is None:
+                break
+            alike = [each for each in waiting if each.backend is other.backend and each.batch.goes_with(other.batch)]
+            self._forward([(each, each.left) for each in alike[: other.backend.max_sequences]])
+        self._pass(waiting, started)
 
     def _resume(self, task: SequenceTask) -> None:
-        if task.waits:
+        """Let a task go on until it waits for rows, gives way or ends."""
+        if task.waits or task.paused:
             return
-        try:
-            self._go_on(task)
-        except BaseException:  # an interrupt: the task goes on meanwhile, and nothing else may before it waits
-            self._closing = True
-            self._backend.cancel()
-            task.finish_turn()
-            self._current = None
-            raise
-        if task.over:
-            self._tasks.remove(task)
+        task.collect()
+        while not task.over:
+            wanted = task.advance()
+            if wanted is not None:
+                self._wait(task, wanted)
+                if not wanted.passes or task.waits:
+                    return
+                task.collect()
+        self.remove(task)
 
-    def _go_on(self, task: SequenceTask) -> None:
-        self._current = task
-        task.resume()
-        self._current = None
+    def _wait(self, task: SequenceTask, wanted: Evaluate) -> None:
+        """Let a task wait for passes."""
+        if not wanted.passes:
+            task.answer([])
+            return
+        requests = tuple(RowRequest(wanted.backend, cache, batch) for cache, batch in wanted.passes)
+        try:
+            for request in requests:
+                check_pass(wanted.backend, request.cache, request.batch)
+        except Exception as error:
+            for request in requests:
+                request.error = error
+        task.requests = requests
+        if task.cancelled:
+            task.fail(PassCancelledError("The sequence was cancelled."))
 
     def _pass(self, waiting: list[RowRequest], step_started: float) -> None:
         """Run one pass over waiting rows; the oldest sequence's are always among them."""
         first = waiting[0].batch
         alike = [request for request in waiting if request.batch.goes_with(first)]
         self._cut_drafts(alike)
-        chosen = self._with_pages(self._chosen(alike), waiting)
+        chosen = self._with_pages(self._chosen(alike)[: self._backend.max_sequences], waiting)
         if not chosen:
             return
         self.batch_size = len(chosen)
-        inputs = [(request.cache, request.next_rows(count)) for request, count in chosen]
         started = time.perf_counter()
-        try:
-            outputs = self._together.forward_checked(inputs)
-        except Exception as error:
-            # Each raises it on a thread of its own.
-            for request, _ in chosen:
-                request.error = copy.copy(error)
+        if not self._forward(chosen):
             return
         prompt_rows = sum(count for request, count in chosen if request.can_wait)
         if rows := sum(count for _, count in chosen) - prompt_rows:
@@ -423,8 +427,19 @@ class Scheduler:
             self._share.observe(rows, prompt_rows, (now - step_started) * 1e3)
             if not prompt_rows:
                 self._on_pass_ms(rows, (now - started) * 1e3)
+
+    def _forward(self, chosen: list[tuple[RowRequest, int]]) -> bool:
+        """Evaluate the next rows of requests to one backend; return whether that went well."""
+        try:
+            passes = [(request.cache, request.next_rows(count)) for request, count in chosen]
+            outputs = _forward(chosen[0][0].backend, passes)
+        except Exception as error:
+            for request, _ in chosen:
+                request.error = copy.copy(error)  # each raises it in a task of its own
+            return False
         for (request, count), output in zip(chosen, outputs, strict=True):
             request.take(output, count)
+        return True
 
     def _chosen(self, alike: list[RowRequest]) -> list[tuple[RowRequest, int]]:
         """Choose the rows of the next pass: all that are being decoded, then prompts in order of arrival."""
@@ -454,21 +469,21 @@ class Scheduler:
         self, chosen: list[tuple[RowRequest, int]], waiting: Sequence[RowRequest]
     ) -> list[tuple[RowRequest, int]]:
         """Keep the requests that there are pages for; if the oldest has none, preempt the youngest."""
-        free = self._together.free_pages
+        free = self._backend.free_pages
         # A row needs at most a page of its own, and a copy of the one that it goes on in.
         if sum(count + 1 for _, count in chosen) <= free:
             return chosen
         age = {id(request): place for place, request in enumerate(waiting)}
         kept: list[tuple[RowRequest, int]] = []
         for request, count in sorted(chosen, key=lambda each: age[id(each[0])]):
-            wanted = request.cache.pages_for(count)
+            wanted = _pages_for(request.cache, count)
             if wanted > free and request.batch.gains is not None:
                 # No draft takes what others hold.
                 request.cut(1)
                 count = 1
-                wanted = request.cache.pages_for(count)
+                wanted = _pages_for(request.cache, count)
             if wanted > free:
-                free += self._provide(wanted, reserved=self._together.free_pages - free)
+                free += self._provide(wanted, reserved=self._backend.free_pages - free)
             if wanted > free and not kept:
                 # Where no text can give pages up, the pass itself fails.
                 return [] if self._preempt(request) else [(request, count)]
@@ -479,24 +494,48 @@ class Scheduler:
 
     def _provide(self, pages: int, reserved: int = 0) -> int:
         """Evict kept prefixes until this many unreserved pages are free; return the number gained."""
-        before = self._together.free_pages
+        before = self._backend.free_pages
         if before - reserved < pages:
             self._make_room(pages + reserved)
-        return self._together.free_pages - before
+        return self._backend.free_pages - before
 
     def _preempt(self, oldest: RowRequest) -> bool:
         """Preempt the youngest other task with rows; return whether there is one."""
+        older = next(task for task in self._tasks if oldest in task.requests)
         for task in reversed(self._tasks):
-            if task.waits and oldest not in task.requests and any(each.cache.length for each in task.requests):
+            if task.waits and task is not older and any(each.cache.length for each in task.requests):
+                task.behind = older
                 task.fail(PreemptedError("The sequence gave its pages to older ones."))
                 return True
         return False
 
 
-def sharing_backend(backend: Backend) -> Backend | None:
-    """The backend whose passes sequences can share, each as it would be alone; None if they cannot. Experts that passes
-    use together are not counted. Where long texts are rotated otherwise, sequences differ."""
-    backend = uncounted(backend)
-    rotates = isinstance(backend, RotatingBackend) and backend.rotation_border is not None
-    shares = isinstance(backend, TogetherBackend) and backend.capabilities.paged and not rotates
-    return backend if shares else None
+def _forward(
+    backend: Backend, passes: Sequence[tuple[KVCache, Pass]], task: SequenceTask | None = None
+) -> list[PassResult]:
+    """Run a pass, once more where it was cancelled as the task of a pass before it was, which had ended by then."""
+    try:
+        return backend.forward(passes)
+    except PassCancelledError:
+        if task is not None and task.cancelled:
+            raise
+    return backend.forward(passes)
+
+
+def _pages_for(cache: KVCache, rows: int) -> int:
+    """Pages that so many further rows take."""
+    return cache.pages_for(rows) if isinstance(cache, PagedCache) else 0
+
+
+def _unknown() -> None:
+    """Times of passes that are not measured."""
+
+
+def _unheard(rows: int, ms: float) -> None:
+    """Who listens to no times of passes."""
+
+
+def shares_passes(backend: Backend) -> bool:
+    """Whether sequences can share passes, each as it would be alone. Where long texts are rotated otherwise, sequences
+    differ."""
+    return backend.max_sequences > 1 and backend.capabilities.paged and backend.rotation_border is None

@@ -66,7 +66,7 @@ class PrefixCache:
         """After how many of the first tokens a text can go on from rows that are here."""
         found = at = 0
         for span, shared in self._path(np.array(tokens, _ID), adapter) if self._spans else ():
-            if span.rows is not None and (rows := span.rows.resumable(shared)):
+            if span.rows is not None and (rows := span.rows.rewindable_to(shared)):
                 found = at + rows
             at += shared
         return found

@@ -5,8 +5,9 @@ each layer and then values as the cache stores them, for consecutive runs of n t
 holds "format", "version", "model" and "run" (`Origin`), "kv" and "scales" (`CacheSnapshot`), "sampling", the version of
 how a seed makes text, and "sha256", of the whole file with the digits of that digest as zeros. Where layers differ in
 what they keep, `rows.{start}` is U8 (n, bytes of a token), the arrays one behind the other, and "layers" has the type,
-heads and width of each, as JSON. A few megabytes at a time are copied, whatever the size of the cache. `state` U8
-(bytes,), before the text, holds the state of recurrent layers.
+heads and width of each, as JSON. Where an engine's own bytes stand for rows (`OpaqueRows`), `rows.{start}` is U8
+(bytes,). A few megabytes at a time are copied, whatever the size of the cache. `state` U8 (bytes,), before the text,
+holds the state of recurrent layers.
 Nothing in a file is trusted: its size is checked before any allocation, its digest before any use.
 """
 
@@ -45,7 +46,7 @@ from edgeinfer.bundle.writing import new_file
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.version import SAMPLING, VERSION
-from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, OpaqueRows, RowBlob
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, ROW_SCALES
 
 _FORMAT = "edgeinfer-session"
@@ -91,23 +92,30 @@ def write_session(
 ) -> None:
     """Writes a session file whole or not at all, readable by its owner alone."""
     kind = copy(0, 0)
-    layers = [_LayerRows(str(a.dtype), a.shape[0], a.shape[2]) for a in (*kind.keys, *kind.values)]
-    row_bytes = sum(layer.bytes for layer in layers)
-    size = max(1, _PIECE_BYTES // max(row_bytes, 1))
     ids, letters = np.array(tokens, "<i4"), np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
-    spans = [(start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": (type_name(ids.dtype), ids.shape)}
-    # Of recurrences alone nothing is kept of a token.
-    (dtype, heads, width), alike = layers[0], len(set(layers)) == 1 and row_bytes > 0
-    for start, stop in spans:
-        apart = (len(layers), heads, stop - start, width)
-        shapes[f"rows.{start}"] = (type_name(np.dtype(dtype)), apart) if alike else ("U8", (stop - start, row_bytes))
+    further: dict[str, str] = {}
+    if isinstance(kind, OpaqueRows):
+        # What stands for all rows of a recurrence cannot be parted.
+        size = len(ids) if kind.state_bytes else max(1, _PIECE_BYTES // kind.row_bytes)
+        spans = _spans(len(ids), size)
+        shapes |= {f"rows.{start}": ("U8", data.shape) for span in spans for start, data in _stored(copy(*span))}
+    else:
+        layers = [_LayerRows(str(a.dtype), a.shape[0], a.shape[2]) for a in (*kind.keys, *kind.values)]
+        row_bytes = sum(layer.bytes for layer in layers)
+        spans = _spans(len(ids), max(1, _PIECE_BYTES // max(row_bytes, 1)))
+        # Of recurrences alone nothing is kept of a token.
+        (dtype, heads, width), alike = layers[0], len(set(layers)) == 1 and row_bytes > 0
+        for start, stop in spans:
+            apart = (len(layers), heads, stop - start, width)
+            rows = (type_name(np.dtype(dtype)), apart) if alike else ("U8", (stop - start, row_bytes))
+            shapes[f"rows.{start}"] = rows
+        further = {} if alike else {_LAYERS: json.dumps(layers)}
     state = copy(*spans[-1]).state if spans else None
     if state is not None:
         shapes[_STATE] = ("U8", state.shape)
     shapes |= {"text": (type_name(letters.dtype), letters.shape)}
     fields = (_FORMAT, _VERSION, origin.model, origin.run, kind.kv, kind.scales, str(SAMPLING), _BLANK)
-    further = {} if alike else {_LAYERS: json.dumps(layers)}
     header = encode_header(shapes, dict(zip(_FIELDS, fields, strict=True)) | further)
     digest = hashlib.sha256(header)
     with new_file(path) as file:
@@ -120,14 +128,25 @@ def write_session(
 
         add(ids)
         for start, stop in spans:
-            rows = copy(start, stop)
-            for array in itertools.chain(rows.keys, rows.values):
+            for _, array in _stored(copy(start, stop)):
                 add(array)
         if state is not None:
             add(state)
         add(letters)
         file.seek(header.index(_BLANK.encode()))
         file.write(digest.hexdigest().encode())
+
+
+def _spans(rows: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _stored(rows: CacheSnapshot) -> Iterator[tuple[int, NDArray[Any]]]:
+    """The arrays that stand for rows, each with the first row of an engine's own bytes."""
+    if isinstance(rows, OpaqueRows):
+        yield from ((blob.start, blob.data) for blob in rows.blobs)
+    else:
+        yield from ((0, array) for array in itertools.chain(rows.keys, rows.values))
 
 
 class Stamp(NamedTuple):
@@ -154,6 +173,7 @@ class SessionFile:
         metadata, self._tensors = self._checked(index)
         self.origin = Origin(metadata["model"], metadata["run"])
         self.kv, self.scales = metadata["kv"], metadata["scales"]  # as `CacheSnapshot` names them
+        self._opaque = self.scales not in ("", ROW_SCALES)
         sampling = metadata[_SAMPLING]
         self._require(sampling.isdecimal() and len(sampling) < 5, "it does not tell how it was sampled")
         self.sampling = int(sampling)  # version of how a seed made text when it was written
@@ -171,6 +191,13 @@ class SessionFile:
         """The rows of all tokens, a few megabytes at a time."""
         state = None if self._state is None else self._array(self._state)
         state_bytes = 0 if state is None else state.nbytes
+        if self._opaque:
+            starts = [int(tensor.name.removeprefix("rows.")) for tensor in self._rows]
+            for tensor, (start, stop) in zip(self._rows, itertools.pairwise([*starts, len(self.tokens)]), strict=True):
+                last = state if stop == len(self.tokens) else None
+                blob = RowBlob(start, stop, self._array(tensor))
+                yield OpaqueRows(start, stop - start, [blob], self.kv, self.scales, 1, last, state_bytes)
+            return
         for tensor in self._rows:
             stored = self._array(tensor)
             arrays = tuple(stored) if self._layers is None else _apart(stored, self._layers)
@@ -224,7 +251,8 @@ class SessionFile:
         strings = named and all(isinstance(value, str) for value in metadata.values())
         dtype = _row_type(metadata["kv"], metadata["scales"]) if strings else None
         self._require(dtype is not None, "its header lacks fields")
-        self._check_tensors(index.arrays, "uint8" if _LAYERS in metadata else dtype, 2 if _LAYERS in metadata else 4)
+        rank = 1 if metadata["scales"] not in ("", ROW_SCALES) else 2 if _LAYERS in metadata else 4
+        self._check_tensors(index.arrays, dtype if rank == 4 else "uint8", rank)
         return metadata, index.arrays
 
     def _check_tensors(self, tensors: tuple[StoredArray, ...], dtype: str | None, rank: int) -> None:
@@ -232,6 +260,9 @@ class SessionFile:
         self._require(ends == [("tokens", "I32", 1), ("text", "U8", 1)], "it holds other tensors")
         at, state = 0, tensors[-2]
         stateful = (state.name, state.dtype, len(state.shape)) == (_STATE, "U8", 1)
+        if rank == 1:
+            self._check_opaque(tensors[1 : -2 if stateful else -1], tensors[0].shape[0])
+            return
         for tensor in tensors[1 : -2 if stateful else -1]:
             same = len(tensor.shape) == rank and min(tensor.shape[: 4 if rank == 4 else 1]) > 0
             tokens = rank - 2 if rank == 4 else 0  # axis
@@ -241,6 +272,14 @@ class SessionFile:
             self._require(same and named, f"{tensor.name!r} does not belong here")
             at += tensor.shape[tokens]
         self._require(at == tensors[0].shape[0], "it has not one row for each token")
+
+    def _check_opaque(self, tensors: Sequence[StoredArray], tokens: int) -> None:
+        """The names of bytes must be the places of their first rows, in order."""
+        starts = [t.name.removeprefix("rows.") for t in tensors if (t.dtype, len(t.shape)) == ("U8", 1)]
+        sound = len(starts) == len(tensors) and all(each.isdecimal() and len(each) < 10 for each in starts)
+        places = [int(each) for each in starts] if sound else []
+        ordered = all(a < b for a, b in itertools.pairwise([*places, tokens])) and (places[:1] == [0] or not tokens)
+        self._require(sound and ordered, "its rows do not follow each other")
 
     def _check_digest(self, header: bytes, claimed: str) -> None:
         place = header.find(claimed.encode())
@@ -289,6 +328,8 @@ def _row_type(kv: str, scales: str) -> str | None:
     """The type of the stored rows of a cache; None where there is no such cache."""
     if scales == ROW_SCALES:
         return ROW_CODECS[kv].dtype if kv in ROW_CODECS else None
+    if scales:  # names an engine, whose bytes they are
+        return "uint8" if kv in LLAMA_KV else None
     return LLAMA_KV[kv].dtype if kv in LLAMA_KV else None
 
 

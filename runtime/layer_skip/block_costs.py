@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
 
 _LONGEST = 8
 _REPEATS = 9
@@ -59,36 +59,40 @@ class BlockCosts:
         return best
 
 
-def measure_costs(backend: Backend, longest: int = _LONGEST, repeats: int = _REPEATS, past: int = _PAST) -> BlockCosts:
+def measure_costs(
+    backend: Backend, cache: KVCache, longest: int = _LONGEST, repeats: int = _REPEATS, past: int = _PAST
+) -> BlockCosts:
     """Times whole passes, and passes without any attention or any MLP block; empties the cache. Blocks of one kind are
     each as equal: the time of a single one is lost in the noise of a small model."""
-    if past + longest >= backend.cache.capacity:
-        message = f"Measuring needs a context of {past + longest + 1} tokens, but there are {backend.cache.capacity}."
+    if past + longest >= cache.capacity:
+        message = f"Measuring needs a context of {past + longest + 1} tokens, but there are {cache.capacity}."
         raise UsageError(message, "Load the model with a larger context.")
     layers = backend.geometry.num_layers
     is_mlp = np.arange(2 * layers) % 2 == 1
     everything = np.ones(2 * layers, np.bool_)
     passes = [(everything, rows) for rows in range(1, longest + 2)] + [(is_mlp, 1), (~is_mlp, 1)]
-    backend.cache.trim(0)
-    backend.forward(ForwardInput(np.zeros(past, np.int64), np.arange(past), np.zeros(0, np.int64)))
-    *whole, without_attention, without_mlp = _medians(backend, passes, repeats)
-    backend.cache.trim(0)
+    cache.trim(0)
+    backend.forward([(cache, Pass(np.zeros(past, np.int64), np.arange(past), np.zeros(0, np.int64)))])
+    *whole, without_attention, without_mlp = _medians(backend, cache, passes, repeats)
+    cache.trim(0)
     # Noise must not make a block pay for being run.
     attention, mlp = (max(whole[0] - ms, 0.0) / layers for ms in (without_attention, without_mlp))
     blocks = np.where(is_mlp, mlp, attention)
     return BlockCosts(max(whole[0] - float(blocks.sum()), 0.0), tuple(blocks.tolist()), tuple(whole))
 
 
-def _medians(backend: Backend, passes: Sequence[tuple[NDArray[np.bool_], int]], repeats: int) -> list[float]:
+def _medians(
+    backend: Backend, cache: KVCache, passes: Sequence[tuple[NDArray[np.bool_], int]], repeats: int
+) -> list[float]:
     """Milliseconds of passes with a mask (2 L,) over some rows at the end of the cache; they take turns."""
-    past = backend.cache.length
+    past = cache.length
     times: list[list[float]] = [[] for _ in passes]
     for repeat in range(repeats + 1):
         for (mask, size), each in zip(passes, times, strict=True):
             rows = np.arange(size)
             started = time.perf_counter()
-            backend.forward(ForwardInput(np.zeros(size, np.int64), rows + past, rows, layer_mask=mask))
+            backend.forward([(cache, Pass(np.zeros(size, np.int64), rows + past, rows, layer_mask=mask))])
             if repeat:  # the first round warms up
                 each.append((time.perf_counter() - started) * 1e3)
-            backend.cache.trim(past)
+            cache.trim(past)
     return [median(each) for each in times]

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.core.records import dataclass
-from edgeinfer.core.results import ComputeUse
-from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, require
-from edgeinfer.runtime.decoding.strategy import Run
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult, require
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import (
@@ -29,8 +28,6 @@ from edgeinfer.runtime.layer_skip.strategy import (
     SkipPolicy,
     SpeedTarget,
     StrategyArguments,
-    feed,
-    whole_pass,
 )
 
 # Name of the sets of blocks in a profile.
@@ -47,7 +44,8 @@ class LayerSkipDecoding(ReducedDecoding):
 
     def __init__(self, given: StrategyArguments, policy: SkipPolicy, costs: BlockCosts) -> None:
         hint = "Use a natively exported bundle, or the full model."
-        require(given.backend.capabilities.layer_skip, given.backend, "skip layers", hint)
+        backend = given.sequence.backend
+        require(backend.capabilities.layer_skip, backend, "skip layers", hint)
         super().__init__(given)
         self._policy = policy
         self._wanted = SpeedTarget(given.options.compute_speedup, costs)
@@ -57,41 +55,49 @@ class LayerSkipDecoding(ReducedDecoding):
         self._window = _FIRST
         self._states: PromptStates | None = None
 
-    def reading(self, prompt: Sequence[int]) -> Run:
-        """Run the passes over a prompt; layer by layer where the policy is to see what lies between."""
+    def read(self, batch: Pass) -> Passes[PassResult]:
+        """Evaluate a chunk of the prompt; layer by layer where the policy is to see what lies between."""
         if self._mask is not None or not self._policy.reads_states:
-            return super().reading(prompt)
-        self._states = PromptStates(self._backend, prompt, self._chunk)
-        return self._states.forward
+            return super().read(batch)
+        if self._states is None or self._states.prompt is not self._sequence.tokens:
+            self._states = self._states_of(self._sequence.tokens)
+        return self._states.read(batch)
 
-    def _begin(self, logits: Floats) -> None:
+    def _states_of(self, prompt: Sequence[int]) -> PromptStates:
+        return PromptStates(self._backend, self._cache, prompt, self._chunk)
+
+    def _begin(self, text: Sequence[int], logits: Floats) -> Passes[None]:
         self._pending.clear()
         self._kept.clear()
         if self._mask is None:  # else the reply goes on after a pause
-            states = self._states or PromptStates(self._backend, self._tokens[:-1], self._chunk)
-            self._mask, self._states = self._policy.mask(states, self._wanted), None
+            states = self._states or self._states_of(text[:-1])
+            self._mask, self._states = (yield from self._policy.mask(states, self._wanted)), None
+            self._predict(self._mask, self._wanted.costs)
             if not self._mask.all():
-                self._try(1.0)
+                yield from self._try(text, 1.0)
 
-    def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
-        def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
-            return self._backend.forward(ForwardInput(ids, places, rows, layer_mask=self._mask)).logits
+    def _reduced(
+        self, text: Sequence[int], tokens: Sequence[int], start: int, wanted: Sequence[int]
+    ) -> Passes[dict[int, Floats]]:
+        found: dict[int, Floats] = {}
+        keep = lambda index, logits: found.update({index: logits.copy()})  # noqa: E731
+        yield from self._feed(tokens, start, wanted, keep, self._mask)
+        return found
 
-        return {index: logits.copy() for index, logits in feed(run, tokens, start, wanted, self._chunk)}
-
-    def _logits(self, lost: int) -> Floats:  # (V,)
+    def _logits(self, tokens: Sequence[int], lost: int) -> Passes[Floats]:  # (V,)
         assert self._mask is not None, "first comes first"
-        root, place = np.array(self._tokens[-1:]), np.array([self._backend.cache.length])
+        root, place = np.array(tokens[-1:]), np.array([self._cache.length])
         whole = bool(self._mask.all()) or self._limit.stopped
-        output = self._backend.forward(ForwardInput(root, place, _ONE_ROW, layer_mask=None if whole else self._mask))
+        batch = Pass(root, place, _ONE_ROW, layer_mask=None if whole else self._mask)
+        (output,) = yield Evaluate(self._backend, ((self._cache, batch),))
         if not whole:
-            self._statistics.reduced += 1
-            self._statistics.blocks_skipped += int((~self._mask).sum())
-            self._pending.append(self._tokens[-1])
+            self.compute.reduced += 1
+            self._blocks_skipped += int((~self._mask).sum())
+            self._pending.append(tokens[-1])
         said: Floats = output.logits[0]
         return said
 
-    def _chosen(self, logits: Floats) -> None:
+    def _chosen(self, logits: Floats) -> Passes[None]:
         if not self._pending:
             return
         if self._limit.watching:
@@ -99,34 +105,28 @@ class LayerSkipDecoding(ReducedDecoding):
             if (len(self._pending) - 1) % stride == 0:
                 self._kept.append((len(self._pending) - 1, logits.copy()))
         # What makes room in a full cache must find rows that all layers wrote.
-        full = self._backend.cache.length == self._backend.cache.capacity
+        full = self._cache.length == self._cache.capacity
         if full or (self._limit.watching and len(self._pending) == self._window):
-            self._watch()
+            yield from self._watch()
 
-    def _watch(self) -> None:
+    def _watch(self) -> Passes[None]:
         """Make the pending rows whole and compare."""
-        start = self._backend.cache.length - len(self._pending)
-        self._backend.cache.trim(start)
+        start = self._cache.length - len(self._pending)
+        self._cache.trim(start)
         reduced = dict(self._kept)
-        for index, logits in feed(whole_pass(self._backend), self._pending, start, list(reduced), self._chunk):
-            self._limit.add(logits, reduced[index])
-        self._statistics.caught_up += len(self._pending)
+        compare = lambda index, logits: self._limit.add(logits, reduced[index])  # noqa: E731
+        yield from self._feed(self._pending, start, list(reduced), compare)
+        self.compute.caught_up += len(self._pending)
         self._pending.clear()
         self._kept.clear()
-        self._limit.check(self._statistics.reduced, self._statistics.tokens)
+        self._limit.check(self.compute.reduced, self.compute.tokens)
         if self._limit.easy:
             self._window = min(2 * self._window, _LONGEST)
 
     def leave(self) -> None:
-        """Drop rows that the whole model did not make."""
-        self._backend.cache.trim(self._backend.cache.length - len(self._pending))
+        self._cache.trim(self._cache.length - len(self._pending))
         self._pending.clear()
         self._kept.clear()
-
-    def compute_use(self) -> ComputeUse:
-        if self._mask is None:
-            return super().compute_use()
-        return self._predicted(self._mask, self._wanted.costs)
 
 
 class PromptStates:
@@ -137,9 +137,9 @@ class PromptStates:
     already, they are read once more.
     """
 
-    def __init__(self, backend: Backend, prompt: Sequence[int], chunk: int) -> None:
-        self._backend = backend
-        self._prompt = prompt
+    def __init__(self, backend: Backend, cache: KVCache, prompt: Sequence[int], chunk: int) -> None:
+        self._backend, self._cache = backend, cache
+        self.prompt = prompt
         self._chunk = chunk
         self._seen: list[tuple[int, Floats]] = []  # by place in the prompt, of its last tokens
 
@@ -148,54 +148,58 @@ class PromptStates:
         """The number of layers, L."""
         return self._backend.geometry.num_layers
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def read(self, batch: Pass) -> Passes[PassResult]:
         """A pass over the prompt's next tokens, which keeps the states of those that are among its last ones."""
-        start, size = self._backend.cache.length, len(batch.tokens)
-        first, can = max(start, len(self._prompt) - _MOST), self._backend.capabilities
-        ours = can.layer_skip and can.hidden and batch.tokens.tolist() == [*self._prompt[start : start + size]]
+        start, size = self._cache.length, len(batch.tokens)
+        first, can = max(start, len(self.prompt) - _MOST), self._backend.capabilities
+        ours = can.layer_skip and can.hidden and batch.tokens.tolist() == [*self.prompt[start : start + size]]
         if not ours or start + size <= first:
-            return self._backend.forward(batch)
+            return (yield from self._forward(batch))
         states = np.empty((self.layers + 1, start + size - first, self._backend.geometry.hidden_size), np.float32)
-        output = self._fill(states, batch)
+        output = yield from self._fill(states, batch)
         self._seen.append((first, states))
         return output
 
-    def states(self) -> Floats:  # (L + 1, S, D)
+    def states(self) -> Passes[Floats]:  # (L + 1, S, D)
         """The states of the last tokens: of the passes that evaluated them, else of further ones."""
         can = self._backend.capabilities
         hint = "Use a natively exported bundle, or another method."
         require(can.layer_skip and can.hidden, self._backend, "tell the states between its layers", hint)
-        end = self._backend.cache.length
-        size = min(end, len(self._prompt), _MOST)
+        end = self._cache.length
+        size = min(end, len(self.prompt), _MOST)
         kept = sum(states.shape[1] for _, states in self._seen)
-        if kept == size and end == len(self._prompt) == self._seen[0][0] + kept:
+        if kept == size and end == len(self.prompt) == self._seen[0][0] + kept:
             return np.concatenate([states for _, states in self._seen], axis=1)
         begin, nothing = end - size, np.zeros(0, np.int64)
-        tokens = np.array(self._prompt[len(self._prompt) - size :], np.int64)
+        tokens = np.array(self.prompt[len(self.prompt) - size :], np.int64)
         found = np.empty((self.layers + 1, size, self._backend.geometry.hidden_size), np.float32)
         for at in range(0, size, self._chunk):
             part = tokens[at : at + self._chunk]
-            self._backend.cache.trim(begin + at)
-            batch = ForwardInput(part, begin + at + np.arange(len(part)), nothing)
-            self._fill(found[:, at : at + len(part)], batch)
+            self._cache.trim(begin + at)
+            batch = Pass(part, begin + at + np.arange(len(part)), nothing)
+            yield from self._fill(found[:, at : at + len(part)], batch)
         return found
 
-    def _fill(self, states: Floats, batch: ForwardInput) -> ForwardOutput:  # (L + 1, S, D)
+    def _forward(self, batch: Pass) -> Passes[PassResult]:
+        (result,) = yield Evaluate(self._backend, ((self._cache, batch),))
+        return result
+
+    def _fill(self, states: Floats, batch: Pass) -> Passes[PassResult]:  # (L + 1, S, D)
         """Run a pass of which the cache lacks the rows, layer by layer, and fill in the states between them of its
         last S rows."""
-        start, nothing = self._backend.cache.length, np.zeros(0, np.int64)
+        start, nothing = self._cache.length, np.zeros(0, np.int64)
         entering: Floats | None = None  # (rows of the pass, D)
         try:
             for layer in range(-1, self.layers):
                 mask = np.arange(2 * self.layers) // 2 == layer
                 rows = batch.rows if layer == self.layers - 1 else nothing
-                self._backend.cache.trim(start)
-                output = self._backend.forward(replace(batch, rows=rows, layer_mask=mask, hidden=entering))
+                self._cache.trim(start)
+                output = yield from self._forward(replace(batch, rows=rows, layer_mask=mask, hidden=entering))
                 assert output.hidden is not None, "a backend that resumes gives hidden states"
                 entering = output.hidden
                 states[layer + 1] = entering[-states.shape[1] :]
         except BaseException:
-            self._backend.cache.trim(start)
+            self._cache.trim(start)
             raise
         return output
 
@@ -272,8 +276,9 @@ class CalibratedPolicy:
 
     levels: SkipLevels
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Passes[Mask]:
         """Skip these blocks for every prompt."""
+        yield from ()
         return self.levels.choose(wanted)
 
 
@@ -285,7 +290,7 @@ def skipping(strategies: ReducedComputeStrategies, given: StrategyArguments, pol
 
 
 def _make(strategies: ReducedComputeStrategies, given: StrategyArguments) -> LayerSkipDecoding:
-    layers = strategies.engine.backend.geometry.num_layers
+    layers = given.sequence.backend.geometry.num_layers
     levels = strategies.kept(SKIP_LEVELS, lambda state: SkipLevels.from_state(state, layers), None)
     if levels is None:
         message = "This model has no calibrated sets of blocks to skip."

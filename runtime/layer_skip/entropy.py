@@ -7,7 +7,6 @@ that the large model really makes: what a text lacks or has too much of is made 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from bisect import bisect_left, insort
@@ -20,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError
-from edgeinfer.core.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import (
     ReducedDecoding,
@@ -29,8 +28,6 @@ from edgeinfer.runtime.layer_skip.strategy import (
     StrategyArguments,
     SwitchPolicy,
     entropy_bits,
-    feed,
-    whole_pass,
 )
 
 # Name of its array in a profile.
@@ -153,86 +150,80 @@ class ModelSwitchDecoding(ReducedDecoding):
         self._policy = policy
         self._parameters = parameters
         self._active_large = True
-        self._switches = 0
         self._kept: dict[int, Floats] = {}  # of tokens the large model has not fed: index into the text, said behind it
         self._window = _FIRST
         self._large_ms: list[float] = []  # of its passes over one token
 
-    def _begin(self, logits: Floats) -> None:
+    def _begin(self, text: Sequence[int], logits: Floats) -> Passes[None]:
         self._kept.clear()
-        self._small.begin(self._tokens)
+        self._small.begin(text)
         self._policy.seen(entropy_bits(logits))
-        if not self._statistics.tokens:
+        if not self.compute.tokens:
             options = self._options
-            self._try(1 - options.compute_share if options.entropy_threshold is None else 1.0)
+            yield from self._try(text, 1 - options.compute_share if options.entropy_threshold is None else 1.0)
 
-    def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
+    def _reduced(
+        self, text: Sequence[int], tokens: Sequence[int], start: int, wanted: Sequence[int]
+    ) -> Passes[dict[int, Floats]]:
         # The last ones, in one pass: the small model keeps what it has read.
-        said = self._small.behind(self._tokens[:-1], len(wanted)) or []
+        said = (yield from self._small.behind(text[:-1], len(wanted))) or []
         return {len(tokens) - len(said) + place: logits for place, logits in enumerate(said)}
 
-    def _logits(self, lost: int) -> Floats:  # (V,)
-        seen = self._backend.cache.length + lost  # tokens that the large model has evaluated
-        unseen = len(self._tokens) - seen
+    def _logits(self, tokens: Sequence[int], lost: int) -> Passes[Floats]:  # (V,)
+        seen = self._cache.length + lost  # tokens that the large model has evaluated
+        unseen = len(tokens) - seen
         large = self._policy.large() or self._limit.stopped
         if self._limit.watching:
             # What a run of the small one's tokens may cost must have been earned by the large one's before.
-            begins = unseen == 1 and not self._limit.allows(
-                self._window, self._statistics.reduced, self._statistics.tokens
-            )
+            begins = unseen == 1 and not self._limit.allows(self._window, self.compute.reduced, self.compute.tokens)
             large = large or unseen > self._window or begins
         # All that is unseen must fit its cache.
-        large = large or self._backend.cache.length + unseen >= self._backend.cache.capacity
-        logits = None if large else self._small.after(self._tokens)
+        large = large or self._cache.length + unseen >= self._cache.capacity
+        logits = None if large else (yield from self._small.after(tokens))
         large = logits is None  # also where the text is too long for the small one
         if logits is None:
-            logits = self._of_large(seen, unseen)
+            logits = yield from self._of_large(tokens, seen)
         else:
-            self._statistics.reduced += 1
+            self.compute.reduced += 1
             if self._limit.watching and (unseen - 1) % -(-self._window // self._samples) == 0:
-                self._kept[len(self._tokens) - 1] = logits.copy()
-        self._switches += large != self._active_large
+                self._kept[len(tokens) - 1] = logits.copy()
+        self.compute.switches += large != self._active_large
         self._active_large = large
         return logits
 
-    def _of_large(self, seen: int, unseen: int) -> Floats:  # (V,)
+    def _of_large(self, tokens: Sequence[int], seen: int) -> Passes[Floats]:  # (V,)
         """The large model's turn: it evaluates what it has not seen."""
-        started = time.perf_counter()
+        started, unseen, last = time.perf_counter(), len(tokens) - seen, np.zeros(0, np.float32)
         wanted = [*(index - seen for index in sorted(self._kept)), unseen - 1]
-        last: Floats | None = None
-        run = whole_pass(self._backend)
-        for index, logits in feed(run, self._tokens[seen:], self._backend.cache.length, wanted, self._chunk):
+
+        def see(index: int, logits: Floats) -> None:
+            nonlocal last
             if index < unseen - 1:
                 self._limit.add(logits, self._kept[seen + index])
             last = logits
-        assert last is not None, "the root is always unseen"
+
+        yield from self._feed(tokens[seen:], self._cache.length, wanted, see)
         if unseen == 1:
             self._large_ms.append((time.perf_counter() - started) * 1e3)
         self._kept.clear()
-        self._statistics.caught_up += unseen - 1
-        self._limit.check(self._statistics.reduced, self._statistics.tokens)
+        self.compute.caught_up += unseen - 1
+        self._limit.check(self.compute.reduced, self.compute.tokens)
         if self._limit.easy:
             self._window = min(2 * self._window, _LONGEST)
         return last
 
-    def _chosen(self, logits: Floats) -> None:
+    def _chosen(self, logits: Floats) -> Passes[None]:
+        yield from ()
         self._policy.seen(entropy_bits(logits))
 
-    def leave(self) -> None:
-        """Drop nothing: the large model's rows are its own."""
-
-    def compute_use(self) -> ComputeUse:
-        """What reduced compute did so far; without another measure, the large model's own passes time a plain one."""
-        if self._plain_ms is None and self._large_ms:
-            self._plain_ms = median(self._large_ms)
-        tokens = max(self._statistics.tokens, 1)
-        share = 1 - self._statistics.reduced / tokens
-        return dataclasses.replace(
-            super().compute_use(),
-            large_share=share,
-            switches=self._switches,
-            parameter_share=share + (1 - share) * self._parameters,
-        )
+    def finish(self) -> None:
+        """Without another measure, the large model's own passes time a plain one."""
+        use = self.compute
+        if use.plain_ms is None and self._large_ms:
+            use.plain_ms = median(self._large_ms)
+        share = 1 - use.reduced / max(use.tokens, 1)
+        use.large_share, use.parameter_share = share, share + (1 - share) * self._parameters
+        super().finish()
 
 
 def _make(strategies: ReducedComputeStrategies, given: StrategyArguments) -> ModelSwitchDecoding:

@@ -15,8 +15,7 @@ from edgeinfer.core.methods import DeclaredMethod, find_method
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import require
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.decoding.sequence import Sequence, Strategy
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.strategy import SmallModel, StrategyArguments
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -37,7 +36,7 @@ _REPEATS, _MEASURED_MS, _PAST = (3, 60), 200.0, 64
 class ComputeMethod(DeclaredMethod):
     """A way to compute less as its file declares it."""
 
-    make: Callable[[ReducedComputeStrategies, StrategyArguments], DecodingStrategy]
+    make: Callable[[ReducedComputeStrategies, StrategyArguments], Strategy]
     refuses: tuple[str, ...] = ("skip_cache",)  # options of reduced compute that do not go with it
     follows_replies: bool = True  # whether it can read a given reply token by token
     remote: bool = False  # whether the large model can be a server's
@@ -56,13 +55,13 @@ class Kept(Protocol):
 
 
 class ReducedComputeStrategies:
-    """Makes the strategies of replies that take less compute. There is one per model. Between replies the engine's
-    cache may be emptied. `tuned_exit` gives the exit that tuning found, `plain_ms` what a plain step takes, each None
-    where that is not known."""
+    """Makes the strategies of replies that take less compute, one per model. Between replies the cache of `sequence`
+    may be emptied. `tuned_exit` gives the exit that tuning found, `plain_ms` what a plain step takes, each None where
+    that is not known."""
 
     def __init__(
         self,
-        engine: Engine,
+        sequence: Sequence,
         profile: DeviceProfile,
         *,
         small: SmallModel | None,
@@ -73,7 +72,7 @@ class ReducedComputeStrategies:
         rows: int,
         plain_ms: Callable[[], float | None],
     ) -> None:
-        self.engine, self.parameters, self.exits = engine, parameters, exits
+        self.sequence, self.parameters, self.exits = sequence, parameters, exits
         self.tuned_exit, self.heads = tuned_exit, heads
         self._profile, self._small, self._rows, self._plain_ms = profile, small, rows, plain_ms
         self._costs: BlockCosts | None = None
@@ -98,19 +97,17 @@ class ReducedComputeStrategies:
 
     def strategy(
         self,
+        sequence: Sequence,
         options: GenerationConfig,
         sampler: Sampler,
         tokenizer: TokenizerLike | None = None,
         stop_ids: frozenset[int] = frozenset(),
-    ) -> DecodingStrategy:
+    ) -> Strategy:
         """The strategy of a reply that does not compute in full."""
-        if self.engine.backend.geometry.states:
+        if sequence.backend.geometry.states:
             message = "This model has recurrent layers, whose state would lack what less compute leaves out."
             raise CapabilityError(message, "Use the full model.")
-        engine = self.engine
-        given = StrategyArguments(
-            engine.backend, sampler, options, engine.chunk, self._rows, self._plain_ms(), tokenizer, stop_ids
-        )
+        given = StrategyArguments(sequence, sampler, options, self._rows, self._plain_ms(), tokenizer, stop_ids)
         return compute_method(options.compute).make(self, given)
 
     def require_small(self) -> SmallModel:
@@ -123,22 +120,22 @@ class ReducedComputeStrategies:
     def require_skipping(self) -> None:
         """Refuse a backend that cannot skip layers."""
         hint = "Use a natively exported bundle, or the full model."
-        require(self.engine.backend.capabilities.layer_skip, self.engine.backend, "skip layers", hint)
+        require(self.sequence.backend.capabilities.layer_skip, self.sequence.backend, "skip layers", hint)
 
     def block_costs(self) -> BlockCosts:
         """What blocks cost here, measured where that is not known, which empties the cache."""
         if self._costs is None:
-            state, blocks = self._profile.arrays(_COSTS) or {}, 2 * self.engine.backend.geometry.num_layers
+            state, blocks = self._profile.arrays(_COSTS) or {}, 2 * self.sequence.backend.geometry.num_layers
             self._costs = _costs_from(state, blocks) or self._measure()
         return self._costs
 
     def _measure(self) -> BlockCosts:
-        engine = self.engine
-        past = min(_PAST, engine.backend.cache.capacity // 2)
-        engine.forget()
-        once = measure_costs(engine.backend, longest=1, repeats=1, past=past).whole[0]
+        backend, cache = self.sequence.backend, self.sequence.cache
+        past = min(_PAST, cache.capacity // 2)
+        self.sequence.forget()
+        once = measure_costs(backend, cache, longest=1, repeats=1, past=past).whole[0]
         repeats = min(max(int(_MEASURED_MS / max(once, 1e-3)), _REPEATS[0]), _REPEATS[1])
-        costs = measure_costs(engine.backend, longest=1, repeats=repeats, past=past)
+        costs = measure_costs(backend, cache, longest=1, repeats=repeats, past=past)
         arrays = {"fixed": [costs.fixed], "blocks": costs.blocks, "whole": costs.whole}
         self._profile.save_arrays(_COSTS, {name: np.array(values, np.float64) for name, values in arrays.items()})
         return costs

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -16,9 +16,10 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse
 from edgeinfer.nn.arithmetic import log_softmax
-from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
+from edgeinfer.runtime.decoding import sequence as decoding
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.text.contract import TokenizerLike
@@ -52,7 +53,7 @@ class EvaluatedPrompt(Protocol):
     def layers(self) -> int:
         """The number of layers, L."""
 
-    def states(self) -> Floats:
+    def states(self) -> Passes[Floats]:
         """Hidden states of its last tokens: those entering each layer, then those leaving the last. (L + 1, S, D)"""
 
 
@@ -61,7 +62,7 @@ class SkipPolicy(Protocol):
 
     reads_states: ClassVar[bool]  # of the prompt, which its passes then keep
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Passes[Mask]:
         """Choose the blocks that run."""
 
 
@@ -71,10 +72,10 @@ class SmallModel(Protocol):
     def begin(self, tokens: Sequence[int]) -> None:
         """Start with a text; what its cache shares with it stays."""
 
-    def after(self, tokens: Sequence[int]) -> Floats | None:  # (V,)
+    def after(self, tokens: Sequence[int]) -> Passes[Floats | None]:  # (V,)
         """Logits after a text that has only grown since `begin`, a view; None where it does not fit the cache."""
 
-    def behind(self, tokens: Sequence[int], count: int) -> list[Floats] | None:
+    def behind(self, tokens: Sequence[int], count: int) -> Passes[list[Floats] | None]:
         """Copies of the logits (V,) after each of the last tokens of such a text; None where it does not fit."""
 
 
@@ -89,20 +90,25 @@ class SwitchPolicy(Protocol):
 
 
 def feed(
-    run: Callable[[Ints, Ints, Ints], Floats], tokens: Sequence[int], start: int, wanted: Sequence[int], chunk: int
-) -> Iterator[tuple[int, Floats]]:
-    """Feed tokens from row `start` on, chunk by chunk, and yield the logits (V,) after those of these ascending
-    indices."""
+    backend: Backend,
+    cache: KVCache,
+    tokens: Sequence[int],
+    start: int,
+    wanted: Sequence[int],
+    chunk: int,
+    see: Callable[[int, Floats], object],
+    layer_mask: Mask | None = None,
+) -> Passes[None]:
+    """Feed tokens from row `start` on, chunk by chunk, and show `see` these ascending indices, each with the logits
+    (V,) behind it, a view."""
     for at in range(0, len(tokens), chunk):
         size = min(chunk, len(tokens) - at)
         rows = [index - at for index in wanted if at <= index < at + size]
-        logits = run(np.array(tokens[at : at + size], np.int64), start + at + np.arange(size), np.array(rows, np.int64))
-        yield from ((at + row, each) for row, each in zip(rows, logits, strict=True))
-
-
-def whole_pass(backend: Backend) -> Callable[[Ints, Ints, Ints], Floats]:
-    """Passes of the whole model, as `feed` takes them."""
-    return lambda tokens, positions, rows: backend.forward(ForwardInput(tokens, positions, rows)).logits
+        ids, places = np.array(tokens[at : at + size], np.int64), start + at + np.arange(size)
+        batch = Pass(ids, places, np.array(rows, np.int64), layer_mask=layer_mask)
+        (result,) = yield Evaluate(backend, ((cache, batch),))
+        for row, logits in zip(rows, result.logits, strict=True):
+            see(at + row, logits)
 
 
 def entropy_bits(logits: Floats) -> float:  # (V,)
@@ -208,10 +214,9 @@ class DivergenceLimit:
 class StrategyArguments:
     """What the strategy of a reply works with."""
 
-    backend: Backend  # of the whole model
-    sampler: Sampler  # of the reply's tokens
+    sequence: decoding.Sequence  # the reply's, of the whole model
+    sampler: Sampler  # of its tokens
     options: GenerationConfig  # what was asked for
-    chunk: int  # most tokens of a pass
     rows: int  # most logit rows of a pass, as memory was planned for
     plain_ms: float | None  # a pass of the whole model over one token, as far as that is known already
     # `tokenizer`, `stop_ids`: of the reply.
@@ -223,102 +228,96 @@ class StrategyArguments:
         return self if self.plain_ms is not None else dataclasses.replace(self, plain_ms=costs.whole[0])
 
 
-class ReducedDecoding(DecodingStrategy, ABC):
+class ReducedDecoding(Strategy, ABC):
     """Decodes one token at a time with less than the whole model."""
 
     def __init__(self, given: StrategyArguments) -> None:
-        super().__init__(given.backend, given.sampler)
-        self._options = given.options
-        self._chunk = given.chunk
-        self._plain_ms = given.plain_ms
+        super().__init__(given.sequence, given.sampler)
+        self._options, self._chunk = given.options, given.sequence.chunk
+        self.compute: ComputeUse = ComputeUse(given.options.compute, plain_ms=given.plain_ms)
+        self._blocks_skipped = 0  # attention and MLP blocks, over all tokens
+        self._ms = 0.0  # of all tokens
         # The last row of a pass is the one that counts; samples take the others.
         self._samples = max(1, min(given.rows - 1, 8))
         self._limit = DivergenceLimit(given.options.quality_floor)
-        self._statistics = ReducedStatistics()
-        self._tokens: list[int] = []  # prompt and reply; the last is the root
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """Make the token after a prompt that the whole model evaluated."""
-        accepted = self._accept(self._sampler.sample(logits, len(prompt)), logits)
-        self._tokens[:] = [*prompt, *accepted]
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
+        accepted = self._first(prompt, logits)
         started = time.perf_counter()
-        self._begin(logits)
-        self._statistics.decide_ms += (time.perf_counter() - started) * 1e3
+        yield from self._begin([*prompt, *accepted], logits)
+        self.compute.decide_ms += (time.perf_counter() - started) * 1e3
         return accepted
 
-    def next(self, room: int, lost: int) -> tuple[int]:
-        started = time.perf_counter()
-        logits = self._logits(lost)
-        accepted = self._accept(self._sampler.sample(logits, len(self._tokens)), logits)
-        self._tokens += accepted
-        self._statistics.tokens += 1
-        self._chosen(logits)
-        self._statistics.ms += (time.perf_counter() - started) * 1e3
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
+        started, tokens = time.perf_counter(), self._sequence.tokens
+        logits = yield from self._logits(tokens, lost)
+        accepted = self._accept(self._sampler.sample(logits, len(tokens)), logits)
+        self.compute.tokens += 1
+        yield from self._chosen(logits)
+        self._ms += (time.perf_counter() - started) * 1e3
         return accepted
 
     @abstractmethod
-    def leave(self) -> None:
-        """Drop rows that the whole model did not make."""
+    def _begin(self, text: Sequence[int], logits: Floats) -> Passes[None]:  # (V,)
+        """Decide what is decided once, after the prompt; from these logits, a view, the text's last token was
+        chosen."""
 
-    @abstractmethod
-    def _begin(self, logits: Floats) -> None:  # (V,)
-        """Decide what is decided once, after the prompt; from these logits, a view, the first token was chosen."""
-
-    def _try(self, share: float) -> None:
+    def _try(self, text: Sequence[int], share: float) -> Passes[None]:
         """Read the prompt's last tokens in both ways, where divergence is limited: if what is left out diverges too far
         there already, nothing is left out of the reply."""
-        end = self._backend.cache.length
-        size = min(_TRIED, end - 1, len(self._tokens) - 2)
+        end = self._cache.length
+        size = min(_TRIED, end - 1, len(text) - 2)
         if not self._limit.watching or size < 1:
             return
-        tokens, start = self._tokens[-1 - size : -1], end - size
+        tokens, start = text[-1 - size : -1], end - size
         wanted = sorted({size - 1 - index * size // self._samples for index in range(min(size, self._samples))})
-        self._backend.cache.trim(start)
-        reduced = self._reduced(tokens, start, wanted)
-        self._backend.cache.trim(start)
+        self._cache.trim(start)
+        reduced = yield from self._reduced(text, tokens, start, wanted)
+        self._cache.trim(start)
         trial = DivergenceLimit(self._limit.nats)
-        for index, whole in feed(whole_pass(self._backend), tokens, start, wanted, self._chunk):
-            trial.add(whole, reduced.get(index, whole))
+        yield from self._feed(tokens, start, wanted, lambda index, whole: trial.add(whole, reduced.get(index, whole)))
         if trial.check(share, 1):
             self._limit.expect(trial)
         else:
             self._limit.refuse()
 
     @abstractmethod
-    def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
+    def _reduced(
+        self, text: Sequence[int], tokens: Sequence[int], start: int, wanted: Sequence[int]
+    ) -> Passes[dict[int, Floats]]:
         """Copies of the reduced predictions behind these of the prompt's last tokens; those that would be made in full
         anyway are left out. The cache holds what is before them, and may be written to."""
 
     @abstractmethod
-    def _logits(self, lost: int) -> Floats:  # (V,)
+    def _logits(self, tokens: Sequence[int], lost: int) -> Passes[Floats]:  # (V,)
         """The logits after the text's last token, a view that the next pass overwrites."""
 
     @abstractmethod
-    def _chosen(self, logits: Floats) -> None:  # (V,)
-        """Called when a token sampled from these logits has joined the text, so that passes may run again."""
+    def _chosen(self, logits: Floats) -> Passes[None]:  # (V,)
+        """Called when a token was sampled from these logits, so that passes may run again."""
 
-    def _predicted(self, layer_mask: Mask, costs: BlockCosts) -> ComputeUse:
-        """What reduced compute did so far, where reduced tokens run these blocks."""
-        ms, whole = costs.ms(layer_mask), costs.ms(np.ones_like(layer_mask))
-        use, mask = ReducedDecoding.compute_use(self), tuple(layer_mask.tolist())
-        return dataclasses.replace(use, layer_mask=mask, predicted_ms=ms, predicted_speedup=whole / ms)
+    def _feed(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        wanted: Sequence[int],
+        see: Callable[[int, Floats], object],
+        layer_mask: Mask | None = None,
+    ) -> Passes[None]:
+        """`feed` the reply's text."""
+        return feed(self._backend, self._cache, tokens, start, wanted, self._chunk, see, layer_mask)
 
-    def compute_use(self) -> ComputeUse:
-        statistics, blocks = self._statistics, 2 * self._backend.geometry.num_layers
-        plain, sampled = self._plain_ms, self._limit.mean
-        return ComputeUse(
-            compute=self._options.compute,
-            lossless=statistics.reduced == 0,
-            tokens=statistics.tokens,
-            reduced=statistics.reduced,
-            skipped_share=statistics.blocks_skipped / (blocks * statistics.tokens) if statistics.tokens else 0.0,
-            caught_up=statistics.caught_up,
-            decide_ms=statistics.decide_ms,
-            per_token_ms=statistics.ms / statistics.tokens if statistics.tokens else None,
-            plain_ms=plain,
-            saved_ms=None if plain is None else plain * statistics.tokens - statistics.ms - statistics.decide_ms,
-            divergence=None if sampled is None else sampled * statistics.reduced / max(statistics.tokens, 1),
-            sampled=self._limit.sampled,
-            quality_floor=self._limit.nats,
-            stopped_at=self._limit.stopped_at,
-        )
+    def _predict(self, layer_mask: Mask, costs: BlockCosts) -> None:
+        """Tell what passes of these blocks, which run for reduced tokens, are expected to take."""
+        ms, whole, use = costs.ms(layer_mask), costs.ms(np.ones_like(layer_mask)), self.compute
+        use.layer_mask, use.predicted_ms, use.predicted_speedup = tuple(layer_mask.tolist()), ms, whole / ms
+
+    def finish(self) -> None:
+        use, limit, blocks = self.compute, self._limit, 2 * self._backend.geometry.num_layers
+        use.lossless = use.reduced == 0
+        use.sampled, use.quality_floor, use.stopped_at = limit.sampled, limit.nats, limit.stopped_at
+        use.divergence = None if limit.mean is None else limit.mean * use.reduced / max(use.tokens, 1)
+        if use.tokens:
+            use.skipped_share = self._blocks_skipped / (blocks * use.tokens)
+            use.per_token_ms = self._ms / use.tokens
+        use.saved_ms = None if use.plain_ms is None else use.plain_ms * use.tokens - self._ms - use.decide_ms

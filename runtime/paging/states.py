@@ -7,8 +7,6 @@ the ring: whoever cuts them off again has nothing to undo.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
@@ -146,31 +144,12 @@ class SequenceState:
         self._mark: StateSnapshot | None = None
         self._beyond = False  # a pass began that takes the state beyond the rows before it, and has not ended
         self._before: StateSnapshot | None = None  # that pass, where there was a state
-        self._windows: bool | None = None  # whether a divided pass runs all layers as they are; None outside
-        self._prepared: int | None = None  # rows that are there when that pass is done
 
     def __del__(self) -> None:
         self._leave()
 
-    @contextmanager
-    def divided(self, whole: bool) -> Iterator[None]:
-        """Treat the passes within as windows of one: each runs other layers, which take their states equally far."""
-        self._windows, self._prepared = whole, None
-        done = False
-        try:
-            yield
-            done = True
-        finally:
-            ahead, self._windows, self._prepared = self._prepared, None, None
-            if done and ahead is not None:
-                self.advance(ahead)
-
     def prepare(self, length: int, size: int, rows: int, *, chain: bool, whole: bool) -> None:
         """Prepare the slot for a pass behind `length` rows, and choose how far the pass takes the state."""
-        if self._windows is not None:
-            if self._prepared is not None:
-                return
-            whole = self._windows
         self._recover()
         if length > self._until or length < self._position:
             raise BackendError(f"The state of recurrent layers is not there after {length} tokens.")
@@ -189,14 +168,11 @@ class SequenceState:
         self._slot = self.pool.own(self._slot)
         self.row[:] = self._slot, committed
         self._position = max(self._position, committed)
-        self._prepared = length + size
 
     def advance(self, length: int) -> None:
-        if self._windows is not None:
-            return
         self._beyond, self._before, self._until = False, None, length
 
-    def resumable(self, length: int) -> int:
+    def rewindable_to(self, length: int) -> int:
         """After how many of the first tokens, `length` at most, a text can go on."""
         self._recover()
         places = [0, min(length, self._until)] if length >= self._position else [0]
@@ -206,9 +182,6 @@ class SequenceState:
 
     def trim(self, length: int) -> None:
         """Goes back to where so many tokens were there."""
-        if self._windows is not None:
-            # The next window begins where this one did.
-            return
         self._recover()
         if self._mark is not None and length < self._mark.until:
             self._mark = self._mark.within(length)

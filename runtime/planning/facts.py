@@ -19,7 +19,7 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, Device
-from edgeinfer.runtime.planning.economics import Prior
+from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 

@@ -17,7 +17,7 @@ from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 _log = logging.getLogger("edgeinfer")
 
 # Seconds between two looks: one takes some 30 microseconds.
-_INTERVAL = 0.02
+LOOK_S = 0.02
 # Bytes below the budget from which memory is given up, and the share of the budget that must be free to take it again.
 _MARGIN_BYTES = 1_000_000
 _AMPLE = 0.1
@@ -104,7 +104,7 @@ class Ledger:
         """Check the budget and give up what is needed to keep it; `now` even if the last check is a moment ago."""
         budget = self.plan.budget_bytes
         clock = time.monotonic()
-        if budget is None or (not now and clock - self._looked < _INTERVAL):
+        if budget is None or (not now and clock - self._looked < LOOK_S):
             return
         self._looked = clock
         used = self._look()

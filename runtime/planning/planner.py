@@ -58,7 +58,7 @@ def make_plan(
 ) -> MemoryPlan:
     """Make a plan for a process without the model, measured now if `process` is None; `loading` allows use of the
     reserve."""
-    config = with_measured_policy(config, facts.bundle)
+    config = with_measured_policy(config, facts.bundle, facts.backend)
     machine = machine_memory()
     # The system rounds limits of control groups down to pages.
     if config.memory is not None and config.memory >= machine + PAGESIZE:

@@ -15,9 +15,8 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.planning.candidates import weights_ways
-from edgeinfer.runtime.planning.economics import Prospect, asking_ms, asking_pays, decoding_rate, prospects_by
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration
-from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.costs import PassCosts, Prospect, asking_ms, asking_pays, decoding_rate, prospects_by
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TunedDrafting, drafter_records
 from edgeinfer.runtime.weights.disk_rate import kept_rate

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.errors import StorageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import DrafterUse
+from edgeinfer.runtime.profile.costs import DrafterRecord
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 
 # Tokens of a window: texts of their own seldom share so many in a row.
@@ -162,16 +163,6 @@ class DraftHistory:
     def state(self) -> dict[str, NDArray[Any]]:
         tokens = {_TOKENS + name: tokens.copy() for name, tokens in self._tokens.items()}
         return {"rounds": self._rounds.copy(), "seen": self.fingerprints.fingerprints} | tokens
-
-
-@dataclass(frozen=True)
-class DrafterRecord:
-    """What one drafter did in the replies of this device."""
-
-    share: float  # of the rounds, in which its draft was verified
-    accepted: float  # rate at which a token was accepted where those before it were
-    trust: float  # from 0 to 1, weight of the share against prior expectations; grows with the texts seen
-    accepted_trust: float  # the same of the rate
 
 
 def drafter_records(kept: Mapping[str, NDArray[Any]] | None, drafters: Iterable[str]) -> dict[str, DrafterRecord]:

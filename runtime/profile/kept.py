@@ -104,6 +104,8 @@ def files_digest(bundle: Bundle, *how: object) -> str:
 AUTO = "auto"
 # Where nothing was.
 _UNMEASURED = "window"
+# Backends whose caches lose rows, and are not edited.
+_ONLY_WINDOW = ("llamacpp",)
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,10 @@ def measured_policy(bundle: Bundle) -> MeasuredPolicy | None:
         return None
 
 
-def with_measured_policy(config: LoadConfig, bundle: Bundle) -> LoadConfig:
-    """Replace "auto" by the policy that was measured to lose least, or window."""
+def with_measured_policy(config: LoadConfig, bundle: Bundle, backend: str) -> LoadConfig:
+    """Replace "auto" by the policy that was measured to lose least, or window, which every backend's cache has."""
     if config.overflow != AUTO:
         return config
-    measured = measured_policy(bundle)
+    measured = None if backend in _ONLY_WINDOW else measured_policy(bundle)
     chosen: dict[str, Any] = {"overflow": _UNMEASURED if measured is None else measured.policy}
     return dataclasses.replace(config, **chosen)

@@ -18,9 +18,9 @@ from edgeinfer.core.options.load import VERIFIED_OPTIONS, LoadConfig
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.results import ComputeUse, RemoteUse
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.backends.contract import Pass
+from edgeinfer.runtime.decoding import sequence as decoding
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy
 from edgeinfer.runtime.layer_skip.strategy import entropy_bits
@@ -29,7 +29,7 @@ from edgeinfer.runtime.remote.contract import Decided, RemoteAccess, RemoteReply
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.text.contract import TokenizerLike
 
-# Seconds between two looks at whether the reply was cancelled.
+# Seconds of waiting for the server before others may go on, and the reply may be cancelled.
 _LOOK_S = 0.05
 # Logits are needed for log-probabilities alone, which no server tells.
 _UNSEEN = np.zeros(0, np.float32)
@@ -76,26 +76,24 @@ class _Askers:
             self._idle.release()
 
 
-class RemoteDecoding(DecodingStrategy):
+class RemoteDecoding(Strategy):
     """Decodes one reply in rounds: this model drafts, a server verifies; or the server streams, where that is faster.
     The text is the server's, whatever is drafted. During a round, drafting goes on as if all of the draft were
     accepted. `goes_on` lets the local model write the rest where the server is lost."""
 
     def __init__(
         self,
-        backend: Backend,
+        sequence: decoding.Sequence,
         sampler: Sampler,
         server: RemoteServer,
         options: Mapping[str, Any],
         channel: Channel,
         *,
-        chunk: int,
         goes_on: bool,
-        cancelled: Callable[[], bool],
     ) -> None:
-        super().__init__(backend, sampler)
-        self._server, self._options, self._channel = server, options, channel
-        self._chunk, self._goes_on, self._cancelled = chunk, goes_on, cancelled
+        super().__init__(sequence, sampler)
+        self._server, self._options, self._channel, self._goes_on = server, options, channel, goes_on
+        self.remote: RemoteUse = RemoteUse(server.url)
         self._reply: RemoteReply | None = None
         self._answers, self._askers = _Answers(), _Askers()
         self._text: list[int] = []
@@ -103,37 +101,35 @@ class RemoteDecoding(DecodingStrategy):
         self._drafts: list[int] = []  # behind the text
         self._further = 0  # tokens of a stream that is under way; 0 is none
         self._streaming_since, self._came = 0.0, 0
-        self._rounds = self._drafted = self._accepted = self._streamed = self._local = 0
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The first tokens that the server decides after the prompt."""
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         if self._reply is None:
             wanted = {**self._options, "max_tokens": room}
             self._reply, self._prompt = self._server.begin(prompt, wanted), len(prompt)
         self._text = list(prompt)
         self._drafts = [self._sampler.sample(logits, len(prompt))]
-        return self.next(room, 0)
+        return (yield from self.next(room, 0))
 
-    def next(self, room: int, lost: int) -> Sequence[int]:
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
         """The tokens that one round decides, or that a stream brings."""
-        if self._local:
-            return self._written()
+        if self.remote.local:
+            return (yield from self._written())
         try:
-            tokens = self._stream(room) if self._further else self._round(room)
+            tokens = yield from self._stream(room) if self._further else self._round(room)
         except RemoteError as error:
             if not (self._goes_on and error.lost):
                 raise
             self._further = 0
-            return self._written()
+            return (yield from self._written())
         for token in tokens:
             self._sampler.accept(token, _UNSEEN)
         self._commit(tokens)
         return tokens
 
-    def _round(self, room: int) -> Sequence[int]:
+    def _round(self, room: int) -> Passes[Sequence[int]]:
         """Send a draft and return the server's tokens."""
-        self._backend.cache.hold(max(0, len(self._text) - 1))
-        most = min(room - 1, self._backend.cache.capacity - len(self._text) - 1)
+        self._cache.hold(max(0, len(self._text) - 1))
+        most = min(room - 1, self._cache.capacity - len(self._text) - 1)
         assert self._reply is not None, "a reply was started"
         length = self._length()
         if length is None:
@@ -142,38 +138,38 @@ class RemoteDecoding(DecodingStrategy):
             self._further = max(1, room if tried is None else min(room, tried))
             self._came = 0
             self._ask((), self._further - 1)
-            return self._stream(room)
+            return (yield from self._stream(room))
         length, drafting_since = max(0, min(length, most)), time.perf_counter()
         while len(self._drafts) < length:
-            self._draft()
+            yield from self._draft()
         draft = tuple(self._drafts[:length])
         started = time.perf_counter()
         self._ask(draft, 0)
-        decided, _ = self._answer(min(most, length + 1 + self._channel.ahead()))
+        decided, _ = yield from self._answer(min(most, length + 1 + self._channel.ahead()))
         if not decided.tokens:
             raise _no_room()
         # Of a pass that other devices share, the server may look at the beginning of a draft alone.
         verified = length if decided.verified is None else max(0, min(decided.verified, length))
-        ended, first = time.perf_counter(), not self._rounds  # which evaluates the prompt
+        ended, first = time.perf_counter(), not self.remote.rounds  # which evaluates the prompt
         self._channel.joins(decided.advice)
         if not first:
             self._channel.verified(verified, decided.server_ms, (ended - started) * 1e3)
         self._channel.judged(_agreeing(decided.tokens, draft), min(length, len(decided.tokens)))
         if not first:
             self._channel.went(verified, len(decided.tokens), (ended - drafting_since) * 1e3)
-        self._rounds += 1
-        self._drafted += verified
-        self._accepted += _agreeing(decided.tokens, draft[:verified])
+        self.remote.rounds += 1
+        self.remote.drafted += verified
+        self.remote.accepted += _agreeing(decided.tokens, draft[:verified])
         return decided.tokens
 
     def _length(self) -> int | None:
         """Tokens of the next draft; None lets the server stream."""
         return self._channel.length() if self._reply is not None and self._reply.verifies else None
 
-    def _stream(self, room: int) -> Sequence[int]:
+    def _stream(self, room: int) -> Passes[Sequence[int]]:
         """The next tokens of a stream. What would have been drafted is compared with them."""
         verifies = self._reply is not None and self._reply.verifies
-        decided, came = self._answer(1 if verifies and self._channel.compares else 0)
+        decided, came = yield from self._answer(1 if verifies and self._channel.compares else 0)
         tokens = decided.tokens[:room]
         self._channel.joins(decided.advice)
         if tokens and self._came:
@@ -184,12 +180,12 @@ class RemoteDecoding(DecodingStrategy):
                 raise _no_room()
             self._further = 0
             if not tokens:
-                return self._round(room)
+                return (yield from self._round(room))
         if self._drafts and verifies:
             self._channel.judged(int(self._drafts[0] == tokens[0]), 1)
         if self._further and verifies and self._channel.leaves():
             self._end_stream()
-        self._streamed += len(tokens)
+        self.remote.streamed += len(tokens)
         return tokens
 
     def _end_stream(self) -> None:
@@ -210,18 +206,18 @@ class RemoteDecoding(DecodingStrategy):
 
         self._askers.do(work)
 
-    def _answer(self, most: int) -> tuple[Decided, float]:
+    def _answer(self, most: int) -> Passes[tuple[Decided, float]]:
         """The next answer, and when it came; until then, up to `most` tokens are drafted behind the text."""
         while True:
-            has_room = len(self._text) + len(self._drafts) < self._backend.cache.capacity
+            has_room = len(self._text) + len(self._drafts) < self._cache.capacity
             busy = len(self._drafts) < most and has_room
             try:
                 answer, came = self._answers.came.get(block=not busy, timeout=_LOOK_S)
             except queue.Empty:
-                if self._cancelled():
-                    raise PassCancelledError("The reply was cancelled.") from None
                 if busy:
-                    self._draft()
+                    yield from self._draft()
+                else:
+                    yield Evaluate(self._backend, ())  # lets others go on, or cancel it
                 continue
             if isinstance(answer, Exception):
                 raise answer
@@ -229,24 +225,25 @@ class RemoteDecoding(DecodingStrategy):
                 raise RemoteError(f"{self._server.url} answers with tokens that there are not.", _OTHER_SERVER)
             return answer, came
 
-    def _draft(self) -> None:
-        started, rows = time.perf_counter(), len(self._text) + len(self._drafts) - self._backend.cache.length
-        token = self._sampler.sample(self._logits(), len(self._text) + len(self._drafts), self._drafts)
+    def _draft(self) -> Passes[None]:
+        started, rows = time.perf_counter(), len(self._text) + len(self._drafts) - self._cache.length
+        logits = yield from self._logits()
+        token = self._sampler.sample(logits, len(self._text) + len(self._drafts), self._drafts)
         self._drafts.append(token)
         if rows == 1:
             self._channel.drafted((time.perf_counter() - started) * 1e3)
 
-    def _logits(self) -> Floats:  # (V,)
+    def _logits(self) -> Passes[Floats]:  # (V,)
         """The logits behind text and drafts, a view; evaluates what the cache lacks of them."""
-        cache, path = self._backend.cache, [*self._text, *self._drafts]
+        cache, path = self._cache, [*self._text, *self._drafts]
         if cache.length >= len(path):
-            cache.trim(cache.resumable(len(path) - 1))
+            cache.trim(cache.rewindable_to(len(path) - 1))
         while True:
-            tokens = path[cache.length : cache.length + self._chunk]
+            tokens = path[cache.length : cache.length + self._sequence.chunk]
             end = cache.length + len(tokens)
             rows = np.array([len(tokens) - 1]) if end == len(path) else np.zeros(0, np.int64)
             positions = np.arange(cache.length, end)
-            output = self._backend.forward(ForwardInput(np.array(tokens, np.int64), positions, rows))
+            (output,) = yield Evaluate(self._backend, ((cache, Pass(np.array(tokens, np.int64), positions, rows)),))
             if end == len(path):
                 logits: Floats = output.logits[0]
                 return logits
@@ -257,16 +254,16 @@ class RemoteDecoding(DecodingStrategy):
         base = len(self._text)
         self._text += tokens
         self._drafts = self._drafts[agreed:] if agreed == len(tokens) else []
-        cache = self._backend.cache
+        cache = self._cache
         if agreed < len(tokens) and cache.length > base + agreed:
-            cache.trim(cache.resumable(base + agreed))
+            cache.trim(cache.rewindable_to(base + agreed))
         self._root = tokens[-1]
 
-    def _written(self) -> Sequence[int]:
+    def _written(self) -> Passes[Sequence[int]]:
         """Write one token with the local model."""
-        self._local += 1
+        self.remote.local += 1
         self._drafts = []
-        logits = self._logits()
+        logits = yield from self._logits()
         token = self._sampler.sample(logits, len(self._text))
         self._text.append(token)
         return self._accept(token, logits)
@@ -275,30 +272,17 @@ class RemoteDecoding(DecodingStrategy):
         """Drops drafts, and the stream that is under way."""
         self._drafts = []
         self._end_stream()
-        cache = self._backend.cache
+        cache = self._cache
         if cache.length > len(self._text):
-            cache.trim(cache.resumable(len(self._text)))
+            cache.trim(cache.rewindable_to(len(self._text)))
 
     def finish(self) -> None:
-        if self._reply is not None:
-            self._reply.close()
+        reply, use = self._reply, self.remote
+        if reply is not None:
+            use.model, use.digest, use.retries = reply.model, reply.digest, reply.retries
+            reply.close()
         self._askers.end()
-
-    def remote_use(self) -> RemoteUse | None:
-        reply = self._reply
-        return RemoteUse(
-            url=self._server.url,
-            model="" if reply is None else reply.model,
-            digest="" if reply is None else reply.digest,
-            rounds=self._rounds,
-            drafted=self._drafted,
-            accepted=self._accepted,
-            streamed=self._streamed,
-            local=self._local,
-            retries=0 if reply is None else reply.retries,
-            link_ms=self._channel.link_ms,
-            server_ms=self._channel.server_ms,
-        )
+        use.link_ms, use.server_ms = self._channel.link_ms, self._channel.server_ms
 
 
 def _agreeing(tokens: Sequence[int], draft: Sequence[int]) -> int:
@@ -316,51 +300,47 @@ class RoutedDecoding(RemoteDecoding):
     def __init__(self, *args: Any, policy: EntropyPolicy, **options: Any) -> None:
         super().__init__(*args, **options)
         self._policy = policy
-        self._own = self._tokens = self._switches = 0
+        self.compute: ComputeUse = ComputeUse("entropy")
         self._wrote_here = False
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        tokens = super().first(prompt, logits, room)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
+        tokens = yield from super().first(prompt, logits, room)
         if self._reply is not None and not self._reply.verifies:
             message = "The server decides such a reply in one piece, so no other model can write parts of it."
             raise CapabilityError(message, "Ask for greedy text, or for an edgeinfer server.")
         return tokens
 
-    def next(self, room: int, lost: int) -> Sequence[int]:
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
         """One token of this model's, or those that a round decides."""
-        if self._local:
-            return super().next(room, lost)
+        if self.remote.local:
+            return (yield from super().next(room, lost))
         self._drafts = []
-        logits = self._logits()
+        logits = yield from self._logits()
         self._policy.seen(entropy_bits(logits))
         here = not self._policy.large()
-        self._switches += here != self._wrote_here
+        self.compute.switches += here != self._wrote_here
         self._wrote_here = here
         if here:
             token = self._sampler.sample(logits, len(self._text))
             self._text.append(token)
             tokens: Sequence[int] = self._accept(token, logits)
-            self._own += 1
+            self.compute.reduced += 1
         else:
-            tokens = super().next(room, lost)
+            tokens = yield from super().next(room, lost)
             self._policy.large_made(len(tokens) - 1)
-        self._tokens += len(tokens)
+        self.compute.tokens += len(tokens)
         return tokens
 
     def _length(self) -> int | None:
         """Never stream: a stream would also write what this model is sure of."""
         return super()._length() or 0
 
-    def compute_use(self) -> ComputeUse:
-        """How much of the text each model wrote."""
-        return ComputeUse(
-            compute="entropy",
-            lossless=self._own == 0,
-            tokens=self._tokens,
-            reduced=self._own,
-            large_share=1 - self._own / self._tokens if self._tokens else None,
-            switches=self._switches,
-        )
+    def finish(self) -> None:
+        """Tell how much of the text each model wrote."""
+        super().finish()
+        use = self.compute
+        use.lossless = use.reduced == 0
+        use.large_share = 1 - use.reduced / use.tokens if use.tokens else None
 
 
 # What speaks with servers.
@@ -383,15 +363,11 @@ class RemoteDeciding:
         if config.remote_api is not None:
             self._server = _new_server(config.remote_api, access)
 
-    def strategy(self, engine: Engine, sampler: Sampler, config: GenerationConfig) -> RemoteDecoding:
+    def strategy(self, sequence: decoding.Sequence, sampler: Sampler, config: GenerationConfig) -> RemoteDecoding:
         server, options = self._answering(), _sent(config)
         server.check(options)
-        given = (engine.backend, sampler, server, options | {"seed": sampler.seed}, self._channel)
-        others: dict[str, Any] = {
-            "chunk": engine.chunk,
-            "goes_on": self._config.remote_loss == "local",
-            "cancelled": lambda: engine.cancelled,
-        }
+        given = (sequence, sampler, server, options | {"seed": sampler.seed}, self._channel)
+        others: dict[str, Any] = {"goes_on": self._config.remote_loss == "local"}
         if config.compute == "full":
             return RemoteDecoding(*given, **others)
         self._entropies = self._entropies or Entropies()

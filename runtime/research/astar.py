@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.research.scoring import SCORER, asked_score
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, logprob
@@ -45,36 +46,30 @@ class AStar(SearchStrategy):
         super().__init__(parts)
         self._options = METHOD.values(self._config.method_options)
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         most, first_logits = self._share(self._config.samples, room), logits.copy()
-        self._reply_rows = self._backend.cache.length
-        branches = Branches(self._passes)
+        branches = Branches(self._feeder)
         frontier = [_Node(self._parts.reply_text(prompt))]
         for turn in range(self._config.rounds):
             best = max(frontier, key=lambda node: node.value)
             if best.over(most) or branches.room < self._config.samples * (_LONGEST + len(best.text.tokens)):
                 break
             frontier.remove(best)
-            frontier += self._expanded(best, prompt, first_logits, most, turn, branches)
+            frontier += yield from self._expanded(best, prompt, first_logits, most, turn, branches)
         branches.end()
-        self._reply_rows = None
         frontier = [node for node in frontier if node.text.tokens]
-        self._chosen = max(range(len(frontier)), key=lambda index: frontier[index].value)
-        tokens = list(frontier[self._chosen].text.tokens)
-        self._texts = tuple(self._searched_text(node.text, node.total) for node in frontier)
-        return self._take(tokens, first_logits)
-
-    def next(self, room: int, lost: int) -> tuple[int]:
-        """The token behind a beginning that was not over."""
-        return self._plain_step()
+        self.search.chosen = max(range(len(frontier)), key=lambda index: frontier[index].value)
+        tokens = list(frontier[self.search.chosen].text.tokens)
+        self.search.texts = tuple(self._searched_text(node.text, node.total) for node in frontier)
+        return (yield from self._take(tokens, first_logits))
 
     def _expanded(
         self, node: _Node, prompt: Sequence[int], first: Floats, most: int, turn: int, branches: Branches
-    ) -> list[_Node]:  # (V,)
+    ) -> Passes[list[_Node]]:  # (V,)
         """The beginnings that are a step longer, each once."""
         count, logits, tokens = self._config.samples, first, node.text.tokens
         if node.branch is not None:
-            logits = branches.feed([(node.branch, tokens[-1:])])[0].copy()
+            logits = (yield from branches.feed([(node.branch, tokens[-1:])]))[0].copy()
         children = [self._copy(node, prompt, branches) for _ in range(count)]
         if node.branch is not None:
             branches.drop(node.branch)
@@ -88,10 +83,10 @@ class AStar(SearchStrategy):
             ]
             if not live:
                 break
-            rows = branches.feed([(branch, child.text.tokens[-1:]) for _, child, branch in live])
+            rows = yield from branches.feed([(branch, child.text.tokens[-1:]) for _, child, branch in live])
             for (index, child, _), row in zip(live, rows, strict=True):
                 self._draw(child, row, len(prompt), turn * count + index)
-        self._statistics.trials += count
+        self.search.trials += count
         found: dict[tuple[int, ...], _Node] = {}
         for child in children:
             if found.setdefault(tuple(child.text.tokens), child) is not child or child.over(most):

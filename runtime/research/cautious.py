@@ -10,6 +10,7 @@ import numpy as np
 
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, entropy
 
@@ -46,26 +47,25 @@ class Cautious(SearchStrategy):
         self._ends: dict[int, bool] = {}
         self._length = 0  # tokens of the text
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         self._length = len(prompt)
-        return self._piece(logits, room)
+        return (yield from self._piece(logits, room))
 
-    def next(self, room: int, lost: int) -> Sequence[int]:
-        return self._piece(self._passes.feed(self._root), room)
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
+        return (yield from self._piece((yield from self._feeder.feed(self._root)), room))
 
-    def _piece(self, logits: Floats, room: int) -> Sequence[int]:  # (V,)
+    def _piece(self, logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         sampler = self._parts.sampler
         probabilities = sampler.probabilities(logits)
         count = trials_for(entropy(probabilities))
-        self._statistics.trials += count
+        self.search.trials += count
         if count == 1:
             token = sampler.sample_from(probabilities, self._length, 0)
             self._length += 1
             return self._accept(token, logits)
         first_logits = logits.copy()
         longest = min(room, _LONGEST, 1 + self._parts.room()[0] // count)
-        self._reply_rows = self._backend.cache.length
-        branches = Branches(self._passes)
+        branches = Branches(self._feeder)
         trials = [_Trial(branches.begin()) for _ in range(count)]
         for stream, trial in enumerate(trials):
             self._draw(trial, probabilities, stream)
@@ -73,14 +73,13 @@ class Cautious(SearchStrategy):
             live = [(stream, trial) for stream, trial in enumerate(trials) if not self._ended(trial)]
             if not live:
                 break
-            rows = branches.feed([(trial.branch, trial.tokens[-1:]) for _, trial in live])
+            rows = yield from branches.feed([(trial.branch, trial.tokens[-1:]) for _, trial in live])
             for (stream, trial), row in zip(live, rows, strict=True):
                 self._draw(trial, sampler.probabilities(row, trial.tokens), stream)
         branches.end()
-        self._reply_rows = None
         best = min(trials, key=lambda trial: trial.perplexity)
         self._length += len(best.tokens)
-        return self._take(best.tokens, first_logits)
+        return (yield from self._take(best.tokens, first_logits))
 
     def _draw(self, trial: _Trial, probabilities: np.typing.NDArray[np.float64], stream: int) -> None:  # (V,)
         token = self._parts.sampler.sample_from(probabilities, self._length + len(trial.tokens), stream)

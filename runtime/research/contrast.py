@@ -10,6 +10,7 @@ import numpy as np
 from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.core.methods import method_option
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import (
     MOST_ROWS,
@@ -59,35 +60,33 @@ class Contrast(SearchStrategy):
         self._tokens: list[int] = []
         self._prompt = 0
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """The token after both prompts."""
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         limit = self._config.max_tokens
         wanted = len(self._lame) + (2 * (room - 1) if limit is not None else 2)
-        free, bound = self._parts.room(copied=self._backend.cache.length)
+        free, bound = self._parts.room(copied=self._cache.length)
         if wanted > free:
             message = f"The {bound} has no room for both prompts and their replies."
             hint = "Ask for a shorter reply, or load the model with a larger " + Setting(bound) + "."
             raise UsageError(message, hint)
-        self._reply_rows = self._prompt = self._backend.cache.length
+        self._prompt = self._cache.length
         own = logits.copy()
-        self._branches = Branches(self._passes)
+        self._branches = Branches(self._feeder)
         self._pair = self._branches.begin(), self._branches.begin(apart=True)
         for begin in range(0, len(self._lame), MOST_ROWS):
-            (lame,) = self._branches.feed([(self._pair[1], self._lame[begin : begin + MOST_ROWS])])
+            (lame,) = yield from self._branches.feed([(self._pair[1], self._lame[begin : begin + MOST_ROWS])])
         return self._choose(own, lame)
 
-    def next(self, room: int, lost: int) -> tuple[int]:
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
         """The token after that; where there is no room for two texts any more, plain decoding's."""
         if self._branches is None or self._pair is None:
-            return self._plain_step()
+            return (yield from super().next(room, lost))
         if self._branches.room < 2:
             self._branches.end()
-            self._branches = self._pair = self._reply_rows = None
+            self._branches = self._pair = None
             # What follows rests on passes of the reply's own text.
-            for _ in self._passes.chain(self._tokens[:-1]):
-                pass
-            return self._plain_step()
-        own, lame = self._branches.feed([(branch, [self._root]) for branch in self._pair])
+            yield from self._feeder.chain(self._tokens[:-1], lambda index, row: None)
+            return (yield from super().next(room, lost))
+        own, lame = yield from self._branches.feed([(branch, [self._root]) for branch in self._pair])
         return self._choose(own, lame)
 
     def _choose(self, own: Floats, lame: Floats) -> tuple[int]:  # (V,), (V,)
@@ -99,7 +98,7 @@ class Contrast(SearchStrategy):
         if uncertain:
             moved = contrasted(own, lame, self._options["contrast_strength"], sampler.adjusted(own))
             token = sampler.sample(moved, place)
-        self._statistics.trials += token != plain
+        self.search.trials += token != plain
         self._tokens.append(token)
         return self._accept(token, own)
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.additions import STATE_EPS, Heads
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, require
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
@@ -110,11 +111,13 @@ class StateDrafter(LogitDrafter):
             self._normed = True
         return self._state
 
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:  # (V,)
         state = self._latest()
-        return None if state is None else self._guessed(state, context, drafted)
+        return None if state is None else (yield from self._guessed(state, context, drafted))
 
-    def _guessed(self, state: Floats, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
+    def _guessed(
+        self, state: Floats, context: DraftContext, drafted: Sequence[int]
+    ) -> Passes[Floats | None]:  # (D,) -> (V,)
         """Logits after the drafted tokens; None where there is no head for that place."""
         raise NotImplementedError
 

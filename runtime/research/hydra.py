@@ -11,6 +11,7 @@ import numpy as np
 from edgeinfer.bundle.additions import Heads
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.research.heads import Matrix, OutputRows, StateDrafter, silu
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, drafter_heads_bytes
@@ -37,7 +38,10 @@ class HydraDrafter(StateDrafter):
         self._output = OutputRows(heads, target.geometry.vocab_size)
         self._input = np.empty((2 + count, len(self._norm)), np.float32)
 
-    def _guessed(self, state: Floats, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
+    def _guessed(
+        self, state: Floats, context: DraftContext, drafted: Sequence[int]
+    ) -> Passes[Floats | None]:  # (D,) -> (V,)
+        yield from ()
         head, size = len(drafted), len(state)
         if head >= len(self._weights):
             return None

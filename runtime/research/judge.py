@@ -21,7 +21,7 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import require
-from edgeinfer.runtime.speculation.drafters.contract import Draft, TargetView, Verdict, Verifier
+from edgeinfer.runtime.speculation.drafters.contract import Deciding, Draft, TargetView, Verdict, Verifier
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts
 from edgeinfer.runtime.speculation.verification.rule import Lesson, VerificationRule
 
@@ -57,12 +57,13 @@ class TokenJudge:
         """Whether the token of a row may stay, by its state after the last layer."""
         return float(normed_states(state[None])[0] @ self.weight) + self.bias > 0
 
-    def verify(self, draft: Draft, target: TargetView) -> Verdict:
+    def verify(self, draft: Draft, target: TargetView) -> Deciding:
         """Follow the target's choices as the keyed rule does, and where they leave the draft, keep the first guess that
         is judged right all the same."""
         accepted: list[int] = []
         at = -1
         while children := draft.children(at):
+            yield at
             token = target.token(at)
             same = [child for child in children if draft.guesses[child].token == token]
             right = same or [c for c in children if self.finds_right(target.state(c)) and target.may_follow(c)]
@@ -70,6 +71,7 @@ class TokenJudge:
                 return Verdict(tuple(accepted), token, bonus=False)
             at = right[0]
             accepted.append(at)
+        yield at
         return Verdict(tuple(accepted), target.token(at), bonus=True)
 
 
@@ -89,7 +91,7 @@ def _bind(parts: DrafterParts) -> Verifier:
     return TokenJudge.of(heads).verify
 
 
-def _unbound(draft: Draft, target: TargetView) -> Verdict:
+def _unbound(draft: Draft, target: TargetView) -> Deciding:
     raise AssertionError("the rule is bound to a judge before it verifies")
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.errors import BundleError, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, kept_layers, layers_mask, skipping
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import EvaluatedPrompt, Mask, SpeedTarget, StrategyArguments
@@ -22,7 +23,8 @@ class UnifiedPolicy:
 
     reads_states: ClassVar[bool] = False
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Passes[Mask]:
+        yield from ()
         return layers_mask(prompt.layers, kept_layers(prompt.layers, wanted.speedup))
 
 
@@ -51,8 +53,8 @@ class ImportancePolicy:
 
     reads_states: ClassVar[bool] = True
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        order = np.argsort(importance(prompt.states()), kind="stable").tolist()
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Passes[Mask]:
+        order = np.argsort(importance((yield from prompt.states())), kind="stable").tolist()
         return skip_in_order(order, prompt.layers, wanted)
 
 
@@ -71,18 +73,18 @@ class RoutersPolicy:
         if not (shaped and np.isfinite(self.weight).all() and np.isfinite(self.bias).all()):
             raise BundleError("The routers of the bundle are damaged.", "Train them again, or export it again.")
 
-    def needed(self, prompt: EvaluatedPrompt) -> NDArray[np.float64]:  # (L,)
+    def needed(self, prompt: EvaluatedPrompt) -> Passes[NDArray[np.float64]]:  # (L,)
         """Probability that the reply needs each layer."""
-        means = prompt.states()[:-1].mean(axis=1, dtype=np.float64)  # (L, D)
+        means = (yield from prompt.states())[:-1].mean(axis=1, dtype=np.float64)  # (L, D)
         if means.shape != self.weight.shape:
             message = f"Routers of {self.weight.shape} do not fit states of {means.shape}."
             raise BundleError(message, "Train them again, or export it again.")
         scores: NDArray[np.float64] = (means * self.weight).sum(axis=1) + self.bias
         return 1 / (1 + np.exp(-scores))
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Passes[Mask]:
         """Skip what is likely not needed, the least likely first, no more than the wanted speed-up takes."""
-        needed = self.needed(prompt)
+        needed = yield from self.needed(prompt)
         order = [int(layer) for layer in np.argsort(needed, kind="stable") if needed[layer] <= _NEEDED]
         return skip_in_order(order, prompt.layers, wanted)
 

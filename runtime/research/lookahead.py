@@ -8,6 +8,7 @@ import numpy as np
 
 from edgeinfer.core.methods import method_option
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import (
     SearchMethod,
@@ -29,36 +30,36 @@ class Lookahead(SearchStrategy):
         self._options = METHOD.values(self._config.method_options)
         self._count = min(self._config.candidates or _CANDIDATES, self._backend.geometry.vocab_size)
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        return self._choose(logits, room)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
+        return (yield from self._choose(logits, room))
 
-    def next(self, room: int, lost: int) -> tuple[int]:
-        return self._choose(self._passes.feed(self._root), room)
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
+        return (yield from self._choose((yield from self._feeder.feed(self._root)), room))
 
-    def _choose(self, logits: Floats, room: int) -> tuple[int]:  # (V,)
+    def _choose(self, logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         known = log_probabilities(logits)
         candidates = likeliest(known, self._count).tolist()
         ahead = min(self._options["look_ahead"], room - 1, self._parts.room()[0] // self._count)
         if ahead < 1 or entropy(np.exp(known)) <= self._options["uncertainty"]:
             return self._accept(candidates[0], logits)
         logits = logits.copy()
-        followed = self._follow(candidates, ahead)
+        followed = yield from self._follow(candidates, ahead)
         pairs = zip(candidates, followed, strict=True)
         scores = [(known[token] + sum(more)) / (1 + len(more)) for token, more in pairs]
-        self._statistics.trials += 1
+        self.search.trials += 1
         return self._accept(candidates[int(np.argmax(scores))], logits)
 
-    def _follow(self, candidates: Sequence[int], ahead: int) -> list[list[float]]:
+    def _follow(self, candidates: Sequence[int], ahead: int) -> Passes[list[list[float]]]:
         """Log-probabilities of the tokens that greedily follow each candidate, up to a stop token."""
-        self._reply_rows, stop_ids = self._backend.cache.length, self._parts.stop_ids
-        branches, found = Branches(self._passes), [list[float]() for _ in candidates]
+        stop_ids = self._parts.stop_ids
+        branches, found = Branches(self._feeder), [list[float]() for _ in candidates]
         live: list[tuple[int, Branch, int]] = [
             (index, branches.begin(), token) for index, token in enumerate(candidates) if token not in stop_ids
         ]
         for _ in range(ahead):
             if not live:
                 break
-            rows = branches.feed([(branch, [token]) for _, branch, token in live])
+            rows = yield from branches.feed([(branch, [token]) for _, branch, token in live])
             longer = []
             for row, (index, branch, _) in zip(rows, live, strict=True):
                 known = log_probabilities(row)
@@ -68,7 +69,6 @@ class Lookahead(SearchStrategy):
                     longer.append((index, branch, token))
             live = longer
         branches.end()
-        self._reply_rows = None
         return found
 
 

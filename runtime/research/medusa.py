@@ -11,7 +11,8 @@ import numpy as np
 from edgeinfer.bundle.additions import MOST_HEADS, STATE_EPS, Heads, heads_bytes
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, require
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.research.heads import Matrix, OutputRows, StateDrafter, silu
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, drafter_heads_bytes
@@ -25,10 +26,10 @@ class MedusaDrafter(StateDrafter):
     name = "medusa"
     at_once = True
 
-    def __init__(self, target: Backend, heads: Heads) -> None:
+    def __init__(self, target: Backend, cache: KVCache, heads: Heads) -> None:
         weights, count, size = heads.arrays["weight"], *heads.arrays["bias"].shape
         super().__init__(target, np.ones(size, np.float32))
-        self._target = target
+        self._target, self._cache = target, cache
         self._weights = [Matrix(weight) for weight in weights]  # H of (D, D)
         self._bias = heads.arrays["bias"].astype(np.float32)  # (H, D)
         self._rows = OutputRows(heads, target.geometry.vocab_size) if "rows" in heads.arrays else None
@@ -53,39 +54,39 @@ class MedusaDrafter(StateDrafter):
         super().observe(round)
         self._places = 0
 
-    def _guessed(self, state: Floats, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
+    def _guessed(
+        self, state: Floats, context: DraftContext, drafted: Sequence[int]
+    ) -> Passes[Floats | None]:  # (D,) -> (V,)
         if not self._places:
-            self._compute(state)
+            yield from self._compute(state)
         if len(drafted) >= self._places:
             return None
         guessed: Floats = self._logits_of[len(drafted)]
         return guessed
 
-    def _compute(self, state: Floats) -> None:  # (D,)
+    def _compute(self, state: Floats) -> Passes[None]:  # (D,)
         """The logits of every place for which there is a head and, where the target computes them, room."""
         for head, weight in enumerate(self._weights):
             self._states[head] = state + silu((weight @ state) + self._bias[head])
         if self._rows is None:
-            self._run_head()
+            yield from self._run_head()
             return
         for head, given in enumerate(self._states):
             self._logits_of[head] = self._rows.logits(given / np.sqrt(np.dot(given, given) / len(given) + STATE_EPS))
         self._places = len(self._states)
 
-    def _run_head(self) -> None:
+    def _run_head(self) -> Passes[None]:
         """The target's pass without layers, whose rows go again."""
-        start, room = self._target.cache.length, self._target.cache.capacity
+        start, room = self._cache.length, self._cache.capacity
         self._places = min(len(self._states), room - start)
         if not self._places:
             return
         rows = np.arange(self._places)
-        output = self._target.forward(
-            ForwardInput(
-                np.zeros_like(rows), rows + start, rows, layer_mask=self._no_layers, hidden=self._states[: len(rows)]
-            )
-        )
+        nothing, states = np.zeros_like(rows), self._states[: len(rows)]
+        batch = Pass(nothing, rows + start, rows, layer_mask=self._no_layers, hidden=states)
+        (output,) = yield Evaluate(self._target, ((self._cache, batch),))
         self._logits_of[: len(rows)] = output.logits
-        self._target.cache.trim(start)
+        self._cache.trim(start)
 
     def nbytes(self) -> int:
         matrices = sum(weight.nbytes for weight in self._weights) + (0 if self._rows is None else self._rows.nbytes)
@@ -105,7 +106,7 @@ def _nbytes(bundle: Bundle, context: int) -> int:
 METHOD = DrafterMethod(
     name="medusa",
     help="one head for each place behind the last token (Medusa)",
-    make=lambda parts: MedusaDrafter(parts.target, parts.heads("medusa")),
+    make=lambda parts: MedusaDrafter(parts.target, parts.cache, parts.heads("medusa")),
     in_auto=lambda parts: False,
     nbytes=_nbytes,
     runs="heads",

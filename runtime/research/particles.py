@@ -19,6 +19,7 @@ from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.core.methods import method_option
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.research.scoring import SCORER, asked_score
 from edgeinfer.runtime.sampling.distributions import draw_from
 from edgeinfer.runtime.search.branches import Branch, Branches
@@ -66,11 +67,10 @@ class Particles(SearchStrategy):
         self._options = METHOD.values(self._config.method_options)
         self.log_evidence = 0.0  # logarithm of the unbiased estimate of the target's sum over all replies
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         count = self._config.samples
         most, first_logits = self._share(count, room), logits.copy()
-        self._reply_rows = self._backend.cache.length
-        branches = Branches(self._passes)
+        branches = Branches(self._feeder)
         particles = [_Particle(self._parts.reply_text(prompt)) for _ in range(count)]
         for slot, particle in enumerate(particles):
             particle.branch = branches.begin()
@@ -84,23 +84,18 @@ class Particles(SearchStrategy):
                 if particle.branch is not None and particle.over(most):
                     branches.drop(particle.branch)
                     particle.branch = None
-            self._feed(particles, len(prompt), branches)
+            yield from self._feed(particles, len(prompt), branches)
             length += 1
         branches.end()
-        self._reply_rows = None
         self._weigh(particles)
-        return self._take(self._chosen_of(particles, len(prompt)), first_logits)
+        return (yield from self._take(self._chosen_of(particles, len(prompt)), first_logits))
 
-    def next(self, room: int, lost: int) -> tuple[int]:
-        """Where the context had no room for as much of all of them: the reply goes on alone."""
-        return self._plain_step()
-
-    def _feed(self, particles: Sequence[_Particle], prompt: int, branches: Branches) -> None:
+    def _feed(self, particles: Sequence[_Particle], prompt: int, branches: Branches) -> Passes[None]:
         """Draw the next token of each particle that is not over."""
         live = [(slot, each, each.branch) for slot, each in enumerate(particles) if each.branch is not None]
         if not live:
             return
-        rows = branches.feed([(branch, each.text.tokens[-1:]) for _, each, branch in live])
+        rows = yield from branches.feed([(branch, each.text.tokens[-1:]) for _, each, branch in live])
         for (slot, each, _), row in zip(live, rows, strict=True):
             self._extend(each, slot, row, prompt)
 
@@ -167,12 +162,12 @@ class Particles(SearchStrategy):
         """The tokens of the reply, drawn by the weights; tells what all of them became."""
         weights, log_mean = self._weights(particles)
         self.log_evidence += log_mean
-        self._statistics.trials = len(particles)
+        self.search.trials = len(particles)
         left = [index for index, particle in enumerate(particles) if not particle.dead]
-        self._chosen = draw_from(weights[left], self._parts.sampler.uniform(prompt, 0))
+        self.search.chosen = draw_from(weights[left], self._parts.sampler.uniform(prompt, 0))
         kept = [(particles[index], float(weights[index])) for index in left]
-        self._texts = tuple(replace(self._searched_text(p.text, p.score), weight=weight) for p, weight in kept)
-        return particles[left[self._chosen]].text.tokens
+        self.search.texts = tuple(replace(self._searched_text(p.text, p.score), weight=weight) for p, weight in kept)
+        return particles[left[self.search.chosen]].text.tokens
 
 
 METHOD = SearchMethod(

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
@@ -66,7 +67,6 @@ class RapidDrafter(ModelDrafter):
     _seen = 0  # tokens of the text that the short one has, or was retrieved from
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Forget what was retrieved for the last reply."""
         super().begin(tokens)
         self._short = None
 
@@ -77,7 +77,7 @@ class RapidDrafter(ModelDrafter):
         # A text that stays whole has a beginning that the model may have read.
         return super().unread(context) if len(context.tokens) <= _longest() else _longest() - 1
 
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:  # (V,)
         return super()._logits(self._shortened(context), drafted)
 
     def _shortened(self, context: DraftContext) -> DraftContext:
@@ -93,7 +93,7 @@ class RapidDrafter(ModelDrafter):
 METHOD = DrafterMethod(
     name="rapid",
     help="the draft model behind a short text retrieved from a long one (RAPID)",
-    make=lambda parts: RapidDrafter(parts.require_model(), parts.chunk, parts.target.geometry.vocab_size),
+    make=lambda parts: RapidDrafter(*parts.require_model(), parts.chunk, parts.target.geometry.vocab_size),
     in_auto=lambda parts: False,
     runs="model",
 )

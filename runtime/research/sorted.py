@@ -11,7 +11,8 @@ import numpy as np
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, DrafterParts
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
@@ -29,12 +30,13 @@ class SortedDrafter(ModelDrafter):
     def __init__(
         self,
         backend: Backend,
+        cache: KVCache,
         chunk: int,
         depths: Sequence[int],
         vocabulary: int | None = None,
         confident: float = _CONFIDENT,
     ) -> None:
-        super().__init__(backend, chunk, vocabulary)
+        super().__init__(backend, cache, chunk, vocabulary)
         layers = backend.geometry.num_layers
         bounds = (0, *depths, layers)
         index = np.arange(2 * layers) // 2
@@ -47,46 +49,44 @@ class SortedDrafter(ModelDrafter):
         self.guessed = [0] * len(self._masks)
 
     def nbytes(self) -> int:
-        """Bytes that its backend allocated, and its own."""
         return super().nbytes() + sum(states.nbytes for states in self._hidden)
 
-    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Passes[Floats]:
         return self._part(0, tokens, positions, rows)
 
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:  # (V,)
         total = len(context.tokens) + len(drafted)
-        if total > self._backend.cache.capacity:
+        if total > self._cache.capacity:
             return None
-        logits = self._follower.follow(context.tokens, drafted, 1)[0]
+        logits = (yield from self._follower.follow(context.tokens, drafted, 1))[0]
         part = 0
         while part + 1 < len(self._masks) and _chance(logits) < self._confident:
             part += 1
-            logits = self._resume(part, np.array([*context.tokens, *drafted], np.int64))
+            logits = yield from self._resume(part, np.array([*context.tokens, *drafted], np.int64))
         self.guessed[part] += 1
         return self._widened(logits)
 
-    def _resume(self, part: int, tokens: Ints) -> Floats:  # (T,) -> (V,)
+    def _resume(self, part: int, tokens: Ints) -> Passes[Floats]:  # (T,) -> (V,)
         """Run a part over all rows that its layers have not seen; the last row's logits."""
         # The last row again where it was seen: its logits are wanted.
         start = min(self._seen[part], len(tokens) - 1)
         # The passes that follow start at the same row and mask the layers before, which leaves their rows as they are.
-        self._backend.cache.trim(start)
+        self._cache.trim(start)
         self._follower.forget_logits()
         logits = np.empty((0, 0), np.float32)
         for first in range(start, len(tokens), self._chunk):
             stop = min(first + self._chunk, len(tokens))
             rows = np.arange(stop - first)[stop - first - (stop == len(tokens)) :]
-            logits = self._part(part, tokens[first:stop], np.arange(first, stop), rows)
+            logits = yield from self._part(part, tokens[first:stop], np.arange(first, stop), rows)
         last: Floats = logits[0]
         return last
 
-    def _part(self, part: int, tokens: Ints, positions: Ints, rows: Ints) -> Floats:  # (R, V)
+    def _part(self, part: int, tokens: Ints, positions: Ints, rows: Ints) -> Passes[Floats]:  # (R, V)
         start, end = int(positions[0]), int(positions[-1]) + 1
         hidden = self._hidden[part - 1][start:end] if part else None
         known = np.minimum(tokens, self._own - 1)
-        output = self._backend.forward(
-            ForwardInput(known, positions, rows, layer_mask=self._masks[part], hidden=hidden)
-        )
+        batch = Pass(known, positions, rows, layer_mask=self._masks[part], hidden=hidden)
+        (output,) = yield Evaluate(self._backend, ((self._cache, batch),))
         if part < len(self._hidden):
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             states = self._hidden[part]
@@ -107,11 +107,11 @@ def _chance(logits: Floats) -> float:  # (V,)
 
 
 def _make(parts: DrafterParts) -> SortedDrafter:
-    model = parts.require_model()
+    model, cache = parts.require_model()
     if not parts.depths or not (model.capabilities.layer_skip and model.capabilities.hidden):
         message = "The draft model was not trained to guess after fewer layers, or cannot skip any here."
         raise UsageError(message, "Train one (edgeinfer distill sorted), or use the drafter model.")
-    return SortedDrafter(model, parts.chunk, parts.depths, parts.target.geometry.vocab_size)
+    return SortedDrafter(model, cache, parts.chunk, parts.depths, parts.target.geometry.vocab_size)
 
 
 METHOD = DrafterMethod(

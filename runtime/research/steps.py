@@ -15,9 +15,9 @@ import numpy as np
 from edgeinfer.core.methods import method_option
 from edgeinfer.core.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics
+from edgeinfer.runtime.decoding.sequence import Passes, Strategy
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
-from edgeinfer.runtime.layer_skip.strategy import SmallModel, StrategyArguments, feed, whole_pass
+from edgeinfer.runtime.layer_skip.strategy import SmallModel, StrategyArguments, feed
 from edgeinfer.runtime.sampling.sampler import Probabilities
 
 # Tokens of a step that has no end by itself.
@@ -52,102 +52,94 @@ def advantage(logits: Floats, token: int, probabilities: Probabilities) -> float
     return float(probabilities[own] @ powers[own]) - float(powers[token])
 
 
-class StepRoutingDecoding(DecodingStrategy):
+class StepRoutingDecoding(Strategy):
     """Takes a step of the small model's, or writes it with the large one where that expects to do so much better."""
 
     def __init__(
         self, given: StrategyArguments, small: SmallModel, ends: Callable[[int], bool], parameters: float
     ) -> None:
-        super().__init__(given.backend, given.sampler)
-        self._least, self._chunk = (
-            METHOD.values(given.options.method_options)["step_advantage"],
-            max(1, min(given.chunk, given.rows)),
-        )
+        super().__init__(given.sequence, given.sampler)
+        self._least = METHOD.values(given.options.method_options)["step_advantage"]
+        self._chunk = max(1, min(given.sequence.chunk, given.rows))
         self._small, self._ends, self._parameters = small, ends, parameters
-        self._statistics = ReducedStatistics()
-        self._text: list[int] = []  # prompt and reply; the last is the root
+        # `caught_up` counts tokens of steps that were not taken.
+        self.compute: ComputeUse = ComputeUse(METHOD.name)
         self._writes = False  # the large model, to the end of a step
         self._row: Floats | None = None  # behind the root, as the pass over a step gave it
-        self._switches = 0
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         """The token after the prompt, which the large model makes."""
-        accepted = self._accept(self._sampler.sample(logits, len(prompt)), logits)
-        self._text = [*prompt, *accepted]
+        yield from ()
+        accepted = self._first(prompt, logits)
         self._writes, self._row = False, None
-        self._small.begin(self._text)
+        self._small.begin([*prompt, *accepted])
         return accepted
 
-    def next(self, room: int, lost: int) -> Sequence[int]:
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
         """A step of the small model's, or a token of the large one's."""
+        text, use = self._sequence.tokens, self.compute
         if not self._writes:
-            step = self._draft(min(room, self._backend.cache.capacity - self._backend.cache.length))
-            if step and self._takes(step):
-                self._text += step
-                self._statistics.tokens += len(step)
-                self._statistics.reduced += len(step)
+            step = yield from self._draft(text, min(room, self._cache.capacity - self._cache.length))
+            if step and (yield from self._takes(step)):
+                use.tokens += len(step)
+                use.reduced += len(step)
                 return step
             self._writes = True
-            self._switches += 1
-        logits = self._forward(self._root) if self._row is None else self._row
-        self._row = None
-        (token,) = accepted = self._accept(self._sampler.sample(logits, len(self._text)), logits)
-        self._text.append(token)
-        self._statistics.tokens += 1
-        if self._ends(token):
+            use.switches += 1
+        if self._row is None:
+            accepted: Sequence[int] = yield from self._plain_step(lost)
+        else:
+            accepted = self._accept(self._sampler.sample(self._row, len(text)), self._row)
+            self._row = None
+        use.tokens += 1
+        if self._ends(accepted[0]):
             self._writes = False
-            self._switches += 1
+            use.switches += 1
             # The step that it wrote before is no longer the text's.
-            self._small.begin(self._text)
+            self._small.begin([*text, *accepted])
         return accepted
 
-    def _draft(self, room: int) -> list[int]:
+    def _draft(self, text: Sequence[int], room: int) -> Passes[list[int]]:
         """A step of the small model's; empty where its cache has no room for one."""
         step: list[int] = []
         while len(step) < min(room, _LONGEST) and not (step and self._ends(step[-1])):
-            logits = self._small.after([*self._text, *step])
+            logits = yield from self._small.after([*text, *step])
             if logits is None:
                 break
-            step.append(self._sampler.sample(logits, len(self._text) + len(step), step))
+            step.append(self._sampler.sample(logits, len(text) + len(step), step))
         return step
 
-    def _takes(self, step: Sequence[int]) -> bool:
+    def _takes(self, step: Sequence[int]) -> Passes[bool]:
         """Has the large model read a step; the cache then holds the root, and the step but for its last token if it
         was taken."""
-        start, fed = self._backend.cache.length, [self._root, *step[:-1]]
-        gained, rows, first = 0.0, list[Floats](), np.zeros(0, np.float32)
-        run = whole_pass(self._backend)
-        for index, logits in feed(run, fed, start, range(len(fed)), self._chunk):
+        start, fed = self._cache.length, [self._root, *step[:-1]]
+        gained, rows = 0.0, list[Floats]()
+
+        def read(index: int, logits: Floats) -> None:
+            nonlocal gained
             before = step[:index]
             row, probabilities = self._sampler.adjusted(logits, before), self._sampler.probabilities(logits, before)
             gained += advantage(row, step[index], probabilities)
-            if index == 0:
-                first = logits.copy()
-            if self._sampler.records_logprobs:
+            if index == 0 or self._sampler.records_logprobs:
                 rows.append(logits.copy())
+
+        yield from feed(self._backend, self._cache, fed, start, range(len(fed)), self._chunk, read)
         if gained <= self._least * len(step):
             for place, token in enumerate(step):
-                self._accept(token, rows[place] if rows else first)
+                self._accept(token, rows[min(place, len(rows) - 1)])
             return True
-        self._statistics.caught_up += len(step)
-        self._backend.cache.trim(start + 1)
-        self._row = first
+        self.compute.caught_up += len(step)
+        self._cache.trim(start + 1)
+        self._row = rows[0]
         return False
 
-    def compute_use(self) -> ComputeUse:
-        """How much of the text each model wrote; `caught_up` counts tokens of steps that were not taken."""
-        statistics = self._statistics
-        share = 1 - statistics.reduced / statistics.tokens if statistics.tokens else None
-        return ComputeUse(
-            compute=METHOD.name,
-            lossless=statistics.reduced == 0,
-            tokens=statistics.tokens,
-            reduced=statistics.reduced,
-            caught_up=statistics.caught_up,
-            large_share=share,
-            switches=self._switches,
-            parameter_share=None if share is None else share + (1 - share) * self._parameters,
-        )
+    def finish(self) -> None:
+        """Tell how much of the text each model wrote."""
+        use = self.compute
+        use.lossless = use.reduced == 0
+        if use.tokens:
+            use.large_share = share = 1 - use.reduced / use.tokens
+            use.parameter_share = share + (1 - share) * self._parameters
 
 
 def _make(strategies: ReducedComputeStrategies, given: StrategyArguments) -> StepRoutingDecoding:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, TargetView, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import Deciding, Draft, Probabilities, TargetView, Verdict
 from edgeinfer.runtime.speculation.verification.rule import VerificationRule
 
 # Medusa's constants: a probability that always suffices, and its square root for the share of exp(-entropy), which is
@@ -15,7 +15,7 @@ _EPSILON = 0.09
 _ALPHA = 0.3
 
 
-def verify_typical(draft: Draft, target: TargetView) -> Verdict:
+def verify_typical(draft: Draft, target: TargetView) -> Deciding:
     """Take the longest path of which the target finds every token typical, of equals the likeliest; then its choice.
 
     This is Medusa's typical acceptance (Cai et al. 2024), and it is lossy.
@@ -29,6 +29,7 @@ def verify_typical(draft: Draft, target: TargetView) -> Verdict:
         if parent not in reached:
             continue
         if parent not in known:
+            yield parent
             probabilities = target.probabilities(parent)
             known[parent] = probabilities, threshold(probabilities)
         probabilities, least = known[parent]
@@ -41,6 +42,7 @@ def verify_typical(draft: Draft, target: TargetView) -> Verdict:
     while end >= 0:
         path.append(end)
         end = draft.parents[end]
+    yield best
     return Verdict(tuple(path[::-1]), target.token(best), bonus=best not in draft.parents)
 
 

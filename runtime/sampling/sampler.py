@@ -1,22 +1,289 @@
-"""Samples the tokens of one reply: its options, the counts of its tokens and its constraint, also behind a draft."""
+"""Turns the logits of a position into a token (bias, penalties, mask, truncation, draw), and samples the tokens of one
+reply by its options, the counts of its tokens and its constraint, also behind a draft."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.sampling.constraint import Constraint, ConstraintPlaces, TextCheck, weighed_draw
-from edgeinfer.runtime.sampling.distributions import Ids, Logits, TokenLogprobs, draw_from, token_logprobs, uniform
-from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.records import dataclass
+from edgeinfer.runtime.sampling.constraint import (
+    Accepts,
+    Constraint,
+    ConstraintPlaces,
+    TextCheck,
+    first_accepted,
+    weighed_draw,
+)
+from edgeinfer.runtime.sampling.distributions import (
+    GumbelNoise,
+    Ids,
+    Logits,
+    TokenLogprobs,
+    argmax,
+    draw_from,
+    token_logprobs,
+    truncated,
+    uniform,
+)
 
 Probabilities = NDArray[np.float64]
 
 # Streams of the generator besides the sampler's own, 0: even ones draw drafts, odd ones decide, far ones shape drafts.
 _DRAFTS, _DECISIONS, _SHAPES, _STEP = 2, 1, (1 << 33) + 1, 2
+# A bias of +inf means "force". A large finite number does that and keeps the arithmetic free of inf - inf.
+_FORCED = np.float32(1e30)
+
+
+class TokenCounts:
+    """How often each token occurs in the prompt and in the reply, as a stack: tokens are pushed and popped in order.
+    Only ids that occur take space. Draft positions are evaluated by pushing the draft and undone by popping it."""
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        ids = list(dict.fromkeys(prompt))
+        self._slots = {token: slot for slot, token in enumerate(ids)}
+        self._prompt_size = len(ids)
+        self._size = len(ids)
+        capacity = max(64, 2 * len(ids))
+        self._ids = np.zeros(capacity, np.int64)
+        self._ids[: len(ids)] = ids
+        self._counts = np.zeros(capacity, np.float32)
+        self._reply: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._reply)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:  # (U,)
+        """Ids present in prompt or reply, each once; a view that is valid until the next push or pop."""
+        return self._ids[: self._size]
+
+    @property
+    def reply_counts(self) -> NDArray[np.float32]:  # (U,)
+        """Occurrences in the reply of each of `ids`; a view that is valid until the next push or pop."""
+        return self._counts[: self._size]
+
+    def push(self, token: int) -> None:
+        slot = self._slots.get(token)
+        if slot is None:
+            slot = self._size
+            if slot == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * slot)
+                self._counts = np.resize(self._counts, 2 * slot)
+            self._slots[token] = slot
+            self._ids[slot] = token
+            self._counts[slot] = 0
+            self._size += 1
+        self._counts[slot] += 1
+        self._reply.append(token)
+
+    def pop(self, count: int = 1) -> None:
+        assert 0 <= count <= len(self._reply), "popping more tokens than were pushed"
+        for _ in range(count):
+            token = self._reply.pop()
+            slot = self._slots[token]
+            self._counts[slot] -= 1
+            # Last in, first out: a slot that a push opened is the newest one when that push is undone.
+            if slot >= self._prompt_size and self._counts[slot] == 0:
+                del self._slots[token]
+                self._size -= 1
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Changes of logits before temperature, in this order: bias, repetition, frequency + presence."""
+
+    # CTRL's factor (Keskar et al. 2019) on tokens of prompt and reply: positive logits are divided by it, negative ones
+    # multiplied; 1 is none.
+    repetition: float
+    frequency: float  # OpenAI's, taken once per occurrence in the reply
+    presence: float  # OpenAI's, taken once from every token of the reply
+    bias_ids: NDArray[np.int64]  # token ids with a bias. (B,)
+    bias: NDArray[np.float32]  # added to the logits of those ids; -inf bans, +inf forces. (B,)
+
+    @classmethod
+    def from_config(cls, config: GenerationConfig, vocab_size: int) -> Self:
+        for token in config.logit_bias:
+            if not 0 <= token < vocab_size:
+                raise UsageError(
+                    f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens.",
+                    f"Use ids from 0 to {vocab_size - 1}.",
+                )
+        return cls(
+            repetition=config.repetition_penalty,
+            frequency=config.frequency_penalty,
+            presence=config.presence_penalty,
+            bias_ids=np.array(list(config.logit_bias), np.int64),
+            bias=np.minimum(np.array(list(config.logit_bias.values()), np.float64), _FORCED).astype(np.float32),
+        )
+
+    @property
+    def counting(self) -> bool:
+        return self.repetition != 1 or self.frequency != 0 or self.presence != 0
+
+    @property
+    def active(self) -> bool:
+        return self.counting or len(self.bias_ids) > 0
+
+    def apply(self, row: NDArray[np.float32], counts: TokenCounts | None) -> None:
+        """Change a row of logits (V,) in place, only at ids that are biased or present; `counts` may be None unless
+        `counting`."""
+        if len(self.bias_ids):
+            row[self.bias_ids] += self.bias
+        if not self.counting:
+            return
+        assert counts is not None, "penalties on present tokens need their counts"
+        ids = counts.ids
+        logits = row[ids]  # (U,)
+        if self.repetition != 1:
+            factor = np.float32(self.repetition)
+            logits = np.where(logits > 0, logits / factor, logits * factor)
+        if self.frequency != 0 or self.presence != 0:
+            occurrences = counts.reply_counts  # (U,)
+            logits -= np.float32(self.frequency) * occurrences + np.float32(self.presence) * (occurrences > 0)
+        row[ids] = logits
+
+
+# Copying a whole row costs as much as copying one of this many logits by its id (measured at 152 thousand).
+_SPARSE = 32
+# Positions of further noise lie so many bits behind those of texts.
+_FAR = 48
+
+
+class LogitsProcessor:
+    """Turns logits (V,) into tokens: bias, penalties, mask, temperature, top-k, top-p, min-p. Not thread-safe. The mask
+    is the ids that a constraint allows, and the work after it is on those alone. Each truncation works on what the one
+    before left, renormalised; at its edge the lower token id wins a tie."""
+
+    def __init__(self, config: GenerationConfig, vocab_size: int, seed: int) -> None:
+        self.config = config
+        self.seed = seed
+        self._penalties = Penalties.from_config(config, vocab_size)
+        self._vocab_size = vocab_size
+        self._greedy, self._adjusts = config.greedy, self._penalties.active
+        self._row = np.empty(vocab_size if self._penalties.active else 0, np.float32)
+        # Arrays of a large vocabulary are fresh pages each time they are allocated, and faulting those in costs more
+        # than the arithmetic; so the ones every draw needs are kept.
+        most = 0 if config.greedy else config.top_k if 0 < config.top_k < vocab_size else vocab_size
+        self._ids = np.arange(most)
+        self._weights = np.empty(most)
+        self._noise = None if config.greedy else GumbelNoise(seed, vocab_size)
+        self._truncates = most < vocab_size or config.top_p < 1 or config.min_p > 0
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether every token is simply the one of the largest logit."""
+        return self._greedy and not self._adjusts
+
+    @property
+    def counting(self) -> bool:
+        """Whether results depend on token counts; where false, `counts` may be None."""
+        return self._penalties.counting
+
+    def probabilities(
+        self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None
+    ) -> NDArray[np.float64]:  # (V,)
+        """The distribution (V,) that tokens are drawn from; one-hot when greedy. `allowed` ids ascend; None is all."""
+        ids, weights = self.support(logits, counts, allowed)
+        full = np.zeros(self._vocab_size)
+        full[ids] = weights / weights.sum()
+        return full
+
+    def support(
+        self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None
+    ) -> tuple[Ids, NDArray[np.float64]]:  # (S,), (S,)
+        """Token ids that survive mask and truncation, ascending, and their probabilities up to a common factor. The
+        arrays are valid until the next call and must not be written to."""
+        row = self._masked(logits, counts, allowed)
+        best = self._best(row, logits, allowed)
+        ids, weights = (np.array([best]), np.ones(1)) if self._greedy else self._truncated(row, best)
+        return ids if allowed is None else allowed[ids], weights
+
+    def sample(
+        self, logits: Logits, position: int, counts: TokenCounts | None = None, allowed: Ids | None = None
+    ) -> int:
+        """The token for an absolute position: the most likely one when greedy, else drawn by Gumbel noise. The draw
+        depends on the logits, what is allowed, the seed and the position alone. Each token has noise of its own,
+        whatever the others' logits, so a model whose distribution is alike mostly draws the same token."""
+        row, ids = self._masked(logits, counts, allowed), allowed
+        chosen = self._best(row, logits, allowed)
+        if self._noise is not None:
+            if self._truncates:
+                kept, _ = self._truncated(row, chosen)
+                row, ids = row[kept], kept if allowed is None else allowed[kept]
+                chosen = int(row.argmax())
+            chosen = self._noise.draw(row, chosen, self.config.temperature, position, ids)
+        return chosen if ids is None else int(ids[chosen])
+
+    def sample_checked(
+        self, logits: Logits, position: int, counts: TokenCounts | None, allowed: Ids | None, accepts: Accepts
+    ) -> int:  # (V,)
+        """As `sample`, of the tokens that are accepted; each is asked about only when its turn comes."""
+        if self._noise is None:
+            row = self._masked(logits, counts, allowed)
+            self._best(row, logits, allowed)
+            ids, scores = np.arange(len(row)) if allowed is None else allowed, row.astype(np.float64)
+        else:
+            ids, weights = self.support(logits, counts, allowed)
+            with np.errstate(divide="ignore"):
+                scores = np.log(weights) + self._noise.of(ids, position)
+        return int(ids[first_accepted(scores, lambda index: accepts(int(ids[index])))])
+
+    def noise(self, ids: Ids, position: int, stream: int) -> NDArray[np.float64]:  # (S,) -> (S,)
+        """Gumbel noise of tokens for one of several draws at a position; none of them is `sample`'s."""
+        assert self._noise is not None, "greedy choices have none"
+        return self._noise.of(ids, position + (stream + 1 << _FAR))
+
+    def keyed(self, probabilities: NDArray[np.float64], position: int) -> int:  # (V,)
+        """The token that the noise of `sample` draws at a position from another distribution."""
+        assert self._noise is not None, "greedy choices have none"
+        ids = np.flatnonzero(probabilities)
+        return int(ids[(np.log(probabilities[ids]) + self._noise.of(ids, position)).argmax()])
+
+    def adjusted(self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None) -> Logits:  # (V,)
+        """A copy of the logits with bias and penalties, and -inf for what may not follow."""
+        row = self._masked(logits, counts, allowed)
+        if allowed is None:
+            return row.copy()
+        full = np.full(self._vocab_size, -np.inf, np.float32)
+        full[allowed] = row
+        return full
+
+    def _masked(self, logits: Logits, counts: TokenCounts | None, allowed: Ids | None) -> Logits:  # (A,) or (V,)
+        assert logits.shape == (self._vocab_size,), f"logits of shape {logits.shape}, expected ({self._vocab_size},)"
+        assert allowed is None or len(allowed), "a constraint that lets no token follow"
+        if not self._adjusts:
+            return logits if allowed is None else logits[allowed]
+        if allowed is None or len(allowed) * _SPARSE > len(logits):
+            np.copyto(self._row, logits)
+        else:
+            # Only what is read below: what is allowed, and what penalties change.
+            for ids in (allowed, self._penalties.bias_ids, *(() if counts is None else (counts.ids,))):
+                self._row[ids] = logits[ids]
+        self._penalties.apply(self._row, counts)
+        return self._row if allowed is None else self._row[allowed]
+
+    def _best(self, row: Logits, logits: Logits, allowed: Ids | None) -> int:  # (A,) or (V,), (V,)
+        """Index of the largest masked logit."""
+        best = int(row.argmax())
+        # argmax counts NaN as largest, so this one look finds NaN anywhere in the row.
+        if np.isfinite(row[best]):
+            return best
+        if np.isneginf(self._penalties.bias).any():
+            argmax(logits if allowed is None else logits[allowed])
+            raise UsageError("logit_bias bans every token that may follow.", "Leave one that the reply may go on with.")
+        return argmax(row)
+
+    def _truncated(self, row: Logits, best: int) -> tuple[Ids, NDArray[np.float64]]:  # (A,) -> (S,), (S,)
+        size = len(row)
+        return truncated(row, best, self.config, self._ids[:size], self._weights[:size])
 
 
 class Sampler:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, logprob
 from edgeinfer.runtime.text.streaming import ReplyText
@@ -82,15 +83,13 @@ class Aligned(SearchStrategy):
             raise UsageError(message, "Give a schema, an expression, a grammar or choices.")
         self._tree = Beginning()
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         count, rounds = self._config.samples, self._config.rounds
         most, first_logits = self._share(count, room), logits.copy()
-        self._reply_rows = self._backend.cache.length
         draws: list[_Draw] = []
         for turn in range(rounds):
-            draws = self._round(prompt, first_logits, most, range(turn * count, (turn + 1) * count))
-            self._statistics.trials += count
-        self._reply_rows = None
+            draws = yield from self._round(prompt, first_logits, most, range(turn * count, (turn + 1) * count))
+            self.search.trials += count
         whole = [draw for draw in draws if not draw.stuck]
         if not whole:
             message = "The replies drawn led nowhere: what they must go on with has no probability."
@@ -98,23 +97,19 @@ class Aligned(SearchStrategy):
                 message, "Raise " + Setting("top_p") + " or " + Setting("rounds") + ", or change the form."
             )
         whole.sort(key=lambda draw: not draw.text.ended)  # those that have ended first, in the order of their draws
-        self._texts = tuple(self._searched_text(draw.text, draw.score) for draw in whole)
-        return self._take(whole[0].text.tokens, first_logits)
+        self.search.texts = tuple(self._searched_text(draw.text, draw.score) for draw in whole)
+        return (yield from self._take(whole[0].text.tokens, first_logits))
 
-    def next(self, room: int, lost: int) -> tuple[int]:
-        """Where the context had no room for as much of all of them: the reply goes on alone."""
-        return self._plain_step()
-
-    def _round(self, prompt: Sequence[int], logits: Floats, most: int, streams: range) -> list[_Draw]:  # (V,)
+    def _round(self, prompt: Sequence[int], logits: Floats, most: int, streams: range) -> Passes[list[_Draw]]:  # (V,)
         """Replies drawn by the same estimates, from which these learn."""
-        branches = Branches(self._passes)
+        branches = Branches(self._feeder)
         draws = [_Draw(self._parts.reply_text(prompt), [self._tree], stream) for stream in streams]
         for draw in draws:
             self._extend(draw, logits, len(prompt))
             draw.branch = branches.begin()
         while live := [draw for draw in draws if not draw.over(most)]:
             fed = [(draw.branch, draw.text.tokens[-1:]) for draw in live if draw.branch is not None]
-            for draw, row in zip(live, branches.feed(fed), strict=True):
+            for draw, row in zip(live, (yield from branches.feed(fed)), strict=True):
                 self._extend(draw, row, len(prompt))
                 if draw.over(most) and draw.branch is not None:
                     branches.drop(draw.branch)

@@ -7,9 +7,8 @@ add up to no more than the budget of each times their number.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import ContextLengthError
 from edgeinfer.core.records import dataclass
-from edgeinfer.core.results import SearchUse
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.layer_skip.strategy import SmallModel
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchMethod, SearchParts, SearchStrategy, logprob
 
@@ -117,49 +116,46 @@ class Anchored(SearchStrategy):
     def __init__(self, parts: SearchParts, anchor: SmallModel) -> None:
         super().__init__(parts)
         self._anchor = anchor
-        self._text: list[int] = []
         self._budget = DivergenceBudget(self._config.anchor_budget)
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         own = logits.copy()
-        self._text = list(prompt)
-        self._anchor.begin(self._text)
+        self._anchor.begin(prompt)
         if self._config.anchor_debt:
-            debt = prefix_debt(list(self._ratios()), self._config.anchor_debt)
+            debt = prefix_debt((yield from self._ratios()), self._config.anchor_debt)
             self._budget = DivergenceBudget(self._config.anchor_budget, debt)
-        return self._draw(own)
+        return (yield from self._draw(own))
 
-    def next(self, room: int, lost: int) -> tuple[int]:
-        return self._draw(self._passes.feed(self._root))
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
+        return (yield from self._draw((yield from self._feeder.feed(self._root))))
 
-    def search_use(self) -> SearchUse:
-        """What was done so far, and what it spent."""
-        budget = self._budget
-        return dataclasses.replace(super().search_use(), divergence=budget.spent, divergence_allowed=budget.allowed)
-
-    def _draw(self, logits: Floats) -> tuple[int]:  # (V,)
-        sampler = self._parts.sampler
-        said = _said(self._anchor.after(self._text), self._text)
+    def _draw(self, logits: Floats) -> Passes[tuple[int]]:  # (V,)
+        sampler, logits = self._parts.sampler, logits.copy()
+        said = _said((yield from self._anchor.after(self._sequence.tokens)), self._sequence.tokens)
         fused = fuse(sampler.probabilities(logits), sampler.probabilities(said), self._budget.next())
         self._budget.spend(fused.divergence)
-        self._statistics.trials += fused.weight < 1
-        token = sampler.sample_keyed(fused.probabilities, len(self._text))
-        self._text.append(token)
+        self.search.divergence, self.search.divergence_allowed = self._budget.spent, self._budget.allowed
+        self.search.trials += fused.weight < 1
+        token = sampler.sample_keyed(fused.probabilities, len(self._sequence.tokens))
         return self._accept(token, logits)
 
-    def _ratios(self) -> Iterator[float]:
+    def _ratios(self) -> Passes[list[float]]:
         """By how many nats the model finds each of the prompt's last tokens likelier than the anchor does."""
-        cache, text = self._backend.cache, self._text
-        start = cache.resumable(max(0, cache.length - _READ))
+        cache, text, ratios = self._cache, self._sequence.tokens, list[float]()
+        start = cache.rewindable_to(max(0, cache.length - _READ))
         cache.trim(start)
         for begin in range(start, len(text), MOST_ROWS):
             part = text[begin : begin + MOST_ROWS]
             head = text[: begin + len(part)]
-            said = _said(self._anchor.behind(head, len(part)), head)
-            # Behind the last token of the prompt none is known.
-            for own, row, token in zip(self._passes.chain(part), said, [*text[begin + 1 :], None], strict=False):
-                if token is not None:
-                    yield logprob(own, token) - logprob(row, token)
+            said = _said((yield from self._anchor.behind(head, len(part))), head)
+
+            def compare(index: int, own: Floats, begin: int = begin, said: list[Floats] = said) -> None:
+                # Behind the last token of the prompt none is known.
+                for token in text[begin + index + 1 : begin + index + 2]:
+                    ratios.append(logprob(own, token) - logprob(said[index], token))
+
+            yield from self._feeder.chain(part, compare)
+        return ratios
 
 
 def _said(said: T | None, text: Sequence[int]) -> T:

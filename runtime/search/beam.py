@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.sampling.constraint import ConstraintPlaces
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, likeliest, log_probabilities
@@ -52,11 +53,10 @@ class Beam(SearchStrategy):
         super().__init__(parts)
         self._places: ConstraintPlaces | None = None
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         options, first_logits = self._config, logits.copy()
         limit = self._share(options.beams, room)
-        self._reply_rows = self._backend.cache.length
-        branches = Branches(self._passes)
+        branches = Branches(self._feeder)
         self._places = self._parts.sampler.places()
         none = _Beginning((), 0.0, None, None if self._places is None else self._places.start())
         behind = log_probabilities(first_logits)[np.newaxis]
@@ -67,20 +67,15 @@ class Beam(SearchStrategy):
                 self._lengthen(group, chosen, options.beams // options.beam_groups)
             if length == limit or not any(group.live for group in groups):
                 break
-            self._feed(groups, branches)
+            yield from self._feed(groups, branches)
         branches.end()
-        self._reply_rows = None
         ended = [beginning for group in groups for beginning in group.ended]
         going = [beginning for group in groups for beginning in group.live]
         found = ended if ended and self._places is not None else [*ended, *going]
         ranked = sorted(found, key=self._score, reverse=True)[: options.beams]
         self._tell(prompt, [(beginning.tokens, beginning.total) for beginning in ranked])
-        self._statistics.trials = len(found)
-        return self._take(ranked[0].tokens, first_logits)
-
-    def next(self, room: int, lost: int) -> tuple[int]:
-        """Where the context had no room for as much of all of them: the reply goes on alone."""
-        return self._plain_step()
+        self.search.trials = len(found)
+        return (yield from self._take(ranked[0].tokens, first_logits))
 
     def _score(self, beginning: _Beginning) -> float:
         return beginning.total / math.pow(len(beginning.tokens), self._config.length_penalty)
@@ -140,7 +135,7 @@ class Beam(SearchStrategy):
         kept = sorted(map(self._score, group.ended), reverse=True)[:size]
         return max(map(self._score, live)) <= kept[-1]
 
-    def _feed(self, groups: Sequence[_Group], branches: Branches) -> None:
+    def _feed(self, groups: Sequence[_Group], branches: Branches) -> Passes[None]:
         """Feed the last token of every beginning that goes on, each into a branch of its own."""
         old = branches.live
         for group in groups:
@@ -148,7 +143,7 @@ class Beam(SearchStrategy):
         for branch in old:
             branches.drop(branch)
         fed = [(b.branch, b.tokens[-1:]) for group in groups for b in group.live if b.branch is not None]
-        rows = iter(branches.feed(fed))
+        rows = iter((yield from branches.feed(fed)))
         for group in groups:
             group.behind = np.empty((len(group.live), group.behind.shape[1]))
             for behind in group.behind:

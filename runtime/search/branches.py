@@ -10,15 +10,14 @@ import numpy as np
 from edgeinfer.core.errors import BackendError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import ForkableCache
-from edgeinfer.runtime.backends.contract import ForwardInput, PreemptedError, TogetherBackend
-from edgeinfer.runtime.backends.forks import forking
-from edgeinfer.runtime.search.strategy import Passes
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PreemptedError
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
+from edgeinfer.runtime.search.strategy import Feeder
 
 
 @dataclass(eq=False)
 class Branch:
-    cache: ForkableCache  # holds its rows
+    cache: KVCache  # holds its rows
     apart: bool = False  # it has nothing of the trunk
     tokens: list[int] = field(default_factory=list)  # behind the trunk
 
@@ -27,13 +26,12 @@ class Branches:
     """The branches that begin where the cache ends now, the trunk's end. Where the backend evaluates sequences
     together, a pass has rows of all of them and of other replies."""
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes, self._statistics = passes, passes.statistics
-        self._backend = passes.parts.backend
-        self._forks = forking(self._backend)
-        self._shares = isinstance(self._forks, TogetherBackend)
-        self._trunk = self._backend.cache.length
-        self._room, _ = passes.parts.room()
+    def __init__(self, feeder: Feeder) -> None:
+        self._feeder, self._use = feeder, feeder.use
+        sequence = feeder.parts.sequence
+        self._backend, self._cache, self._chunk = sequence.backend, sequence.cache, sequence.chunk
+        self._trunk = self._cache.length
+        self._room, _ = feeder.parts.room()
         self._live: list[Branch] = []
 
     @property
@@ -48,15 +46,13 @@ class Branches:
 
     def begin(self, *, apart: bool = False) -> Branch:
         """Begin a branch of the trunk; or `apart`, a text that begins at position 0."""
-        cache = self._forks.cache.fork()
         if apart:
-            cache.clear()
-            self._room, _ = self._passes.parts.room(copied=self._trunk)
-        return self._add(Branch(cache, apart))
+            self._room, _ = self._feeder.parts.room(copied=self._trunk)
+        return self._add(Branch(self._forked(apart), apart))
 
     def begin_trunk(self) -> Branch:
         """Begin the branch that goes on in the cache of the trunk itself; its rows stay there."""
-        return self._add(Branch(self._forks.cache))
+        return self._add(Branch(self._cache))
 
     def fork(self, branch: Branch) -> Branch:
         """Begin a branch that goes on from where another is now, whose rows both have."""
@@ -68,64 +64,66 @@ class Branches:
     def end(self) -> None:
         """Leaves nothing but the trunk, and no branch."""
         self._live.clear()
-        self._backend.cache.trim(self._trunk)
+        self._cache.trim(self._trunk)
 
-    def feed(self, fed: Sequence[tuple[Branch, Sequence[int]]]) -> Floats:  # (B, V)
+    def feed(self, fed: Sequence[tuple[Branch, Sequence[int]]]) -> Passes[Floats]:  # (B, V)
         """Feed tokens of several branches, and give the logits behind the last one of each."""
-        return np.concatenate(self.feed_chains([(branch, part, 1) for branch, part in fed]))
+        return np.concatenate((yield from self.feed_chains([(branch, part, 1) for branch, part in fed])))
 
-    def feed_chains(self, fed: Sequence[tuple[Branch, Sequence[int], int]]) -> list[Floats]:  # of (R, V)
+    def feed_chains(self, fed: Sequence[tuple[Branch, Sequence[int], int]]) -> Passes[list[Floats]]:  # of (R, V)
         """Feed tokens of several branches, and give the logits behind so many of the last ones of each."""
         rows = sum(len(part) for _, part, _ in fed)
         if rows > self.room:
             raise BackendError(f"A pass over several texts does not fit: there is room for {self.room} tokens.")
         while True:
-            self._passes.check()
-            inputs = [(branch.cache, _next_rows(branch.cache.length, part, wanted)) for branch, part, wanted in fed]
+            passes = [(branch.cache, _next_rows(branch.cache.length, part, wanted)) for branch, part, wanted in fed]
             try:
-                outputs = self._forks.forward_together(inputs)
+                results = yield Evaluate(self._backend, passes)
                 break
             except PreemptedError:
-                self._feed_again()
+                yield from self._feed_again()
         for branch, part, _ in fed:
             branch.tokens += part
-        self._statistics.passes += 1 if self._shares else len(fed)
-        self._statistics.rows += rows
-        return [output.logits for output in outputs]
+        self._use.passes += 1 if self._backend.max_sequences > 1 else len(fed)
+        self._use.rows += rows
+        return [result.logits for result in results]
 
-    def _feed_again(self) -> None:
+    def _feed_again(self) -> Passes[None]:
         """Evaluate all branches again, whose pages older replies needed, as soon as there are some."""
-        trunk, main = self._passes.text()[: self._trunk], self._forks.cache
+        trunk = self._feeder.text()[: self._trunk]
         while True:
             for branch in self._live:
                 branch.cache.clear()
-            self._backend.cache.clear()
-            self._passes.feed_again(trunk)
+            self._cache.clear()
+            yield from self._feeder.feed_again(trunk)
             try:
                 for branch in self._live:
-                    if branch.cache is not main:
-                        branch.cache = main.fork()
-                        if branch.apart:
-                            branch.cache.clear()
+                    if branch.cache is not self._cache:
+                        branch.cache = self._forked(branch.apart)
                 for branch in self._live:
-                    self._feed_tokens(branch)
+                    yield from self._feed_tokens(branch)
                 return
             except PreemptedError:
                 continue
 
-    def _feed_tokens(self, branch: Branch) -> None:
-        for start in range(0, len(branch.tokens), self._passes.parts.chunk):
-            self._passes.check()
-            part = branch.tokens[start : start + self._passes.parts.chunk]
-            self._forks.forward_together([(branch.cache, _next_rows(branch.cache.length, part, 0))])
+    def _feed_tokens(self, branch: Branch) -> Passes[None]:
+        for start in range(0, len(branch.tokens), self._chunk):
+            part = branch.tokens[start : start + self._chunk]
+            yield Evaluate(self._backend, [(branch.cache, _next_rows(branch.cache.length, part, 0))])
+
+    def _forked(self, apart: bool) -> KVCache:
+        cache = self._cache.fork()
+        if apart:
+            cache.clear()
+        return cache
 
     def _add(self, branch: Branch) -> Branch:
         self._live.append(branch)
-        self._statistics.branches += 1
+        self._use.branches += 1
         return branch
 
 
-def _next_rows(start: int, tokens: Sequence[int], wanted: int) -> ForwardInput:
+def _next_rows(start: int, tokens: Sequence[int], wanted: int) -> Pass:
     """A pass over the next tokens of a text, with the logits of so many of the last."""
     size = len(tokens)
-    return ForwardInput(np.array(tokens, np.int64), np.arange(start, start + size), np.arange(size - wanted, size))
+    return Pass(np.array(tokens, np.int64), np.arange(start, start + size), np.arange(size - wanted, size))

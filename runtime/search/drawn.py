@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from edgeinfer.core.records import dataclass
-from edgeinfer.core.results import SearchUse
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, logprob
@@ -50,11 +50,11 @@ class Drawn:
             self.branch = None
 
 
-def draw_next(replies: Sequence[Drawn], branches: Branches, prompt: int) -> list[Drawn]:
+def draw_next(replies: Sequence[Drawn], branches: Branches, prompt: int) -> Passes[list[Drawn]]:
     """Draw the next token of each reply that is not over, and give these."""
     live = [reply for reply in replies if not reply.over]
     fed = [(reply.branch, reply.text.tokens[-1:]) for reply in live if reply.branch is not None]
-    for reply, row in zip(live, branches.feed(fed), strict=True):
+    for reply, row in zip(live, (yield from branches.feed(fed)), strict=True):
         reply.draw(row, prompt)
     return live
 
@@ -71,41 +71,36 @@ class ParallelSamples(SearchStrategy):
         self._given = 0  # tokens of reply 0
         self._branches: Branches | None = None
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The first tokens of reply 0."""
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         count, parts = self._config.samples, self._parts
         share = self._share(count, room)
-        self._prompt = self._backend.cache.length
+        self._prompt = self._cache.length
         samplers = [parts.sampler, *(parts.another_sampler(prompt, index) for index in range(1, count))]
         self._replies = [Drawn(sampler, parts.reply_text(prompt), share) for sampler in samplers]
-        self._statistics.trials = count
-        self._branches = Branches(self._passes)
+        self.search.trials = count
+        self._branches = Branches(self._feeder)
         for reply in self._replies:
             reply.draw(logits, self._prompt)
         for reply in self._replies[1:]:
             reply.branch = self._branches.begin()
         # Last, as the others begin where the prompt ends.
         self._replies[0].branch = self._branches.begin_trunk()
-        return self._give(self._branches, room)
+        return (yield from self._give(self._branches, room))
 
-    def next(self, room: int, lost: int) -> Sequence[int]:
-        """The next tokens of reply 0."""
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
         assert self._branches is not None, "first comes before"
-        return self._give(self._branches, self._given + room)
+        return (yield from self._give(self._branches, self._given + room))
 
     def leave(self) -> None:
-        """Drop the rows of other replies."""
-        super().leave()
         self._branches = None
         for reply in self._replies:
             reply.branch = None
 
-    def search_use(self) -> SearchUse:
-        """What was done so far; of replies that were cut off, as far as they came."""
-        self._texts = tuple(self._searched_text(reply.text, reply.score) for reply in self._replies)
-        return super().search_use()
+    def finish(self) -> None:
+        """Tell of all replies; of those that were cut off, as far as they came."""
+        self.search.texts = tuple(self._searched_text(reply.text, reply.score) for reply in self._replies)
 
-    def _give(self, branches: Branches, most: int) -> Sequence[int]:
+    def _give(self, branches: Branches, most: int) -> Passes[Sequence[int]]:
         """What is certain of reply 0, of which its caller ends: its last token waits for the other replies."""
         reply, others = self._replies[0], self._replies[1:]
         while True:
@@ -117,7 +112,7 @@ class ParallelSamples(SearchStrategy):
                 return fresh
             if all(other.over for other in others):
                 reply.most = most
-            for drawn in draw_next(self._replies, branches, self._prompt):
+            for drawn in (yield from draw_next(self._replies, branches, self._prompt)):
                 if drawn.over and drawn is not reply:
                     drawn.leave(branches)  # its pages are others' now
 
@@ -126,31 +121,25 @@ class DrawnSearch(SearchStrategy):
     """Draws replies until enough is known, and answers with one of them. Replies are drawn side by side, and the one
     that is chosen is then fed once more, alone."""
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         count, parts = self._config.samples, self._parts
         limit, first_logits = self._share(count, room), logits.copy()
         # The reply's own sampler follows only the one that is chosen.
         samplers = (parts.another_sampler(prompt, index) for index in range(count))
         replies = [Drawn(sampler, parts.reply_text(prompt), limit) for sampler in samplers]
-        self._reply_rows = self._backend.cache.length
-        branches = Branches(self._passes)
+        branches = Branches(self._feeder)
         for reply in replies:
             reply.draw(first_logits, len(prompt))
             reply.branch = branches.begin()
         while not all(reply.over for reply in replies) and not self._enough(replies):
-            for reply in draw_next(replies, branches, len(prompt)):
+            for reply in (yield from draw_next(replies, branches, len(prompt))):
                 if reply.over:
                     reply.leave(branches)
         branches.end()
-        self._reply_rows = None
-        self._texts = tuple(self._searched_text(reply.text, reply.score) for reply in replies)
-        self._statistics.trials = count
-        self._chosen = self._choose(replies)
-        return self._take(replies[self._chosen].text.tokens, first_logits)
-
-    def next(self, room: int, lost: int) -> tuple[int]:
-        """Where the context had no room for as much of all of them: the reply goes on alone."""
-        return self._plain_step()
+        self.search.texts = tuple(self._searched_text(reply.text, reply.score) for reply in replies)
+        self.search.trials = count
+        self.search.chosen = self._choose(replies)
+        return (yield from self._take(replies[self.search.chosen].text.tokens, first_logits))
 
     def _enough(self, replies: Sequence[Drawn]) -> bool:
         """Whether no more needs to be drawn before all are over."""
@@ -207,7 +196,7 @@ class Vote(DrawnSearch):
     """All replies are drawn to their ends, and their answers counted, or those of the replies of the most lines."""
 
     def _choose(self, replies: Sequence[Drawn]) -> int:
-        texts = [text.text for text in self._texts]
+        texts = [text.text for text in self.search.texts]
         voters = most_steps(texts, self._config.voters or len(texts))
         answers = [answer_of(texts[index], self._config.answer) for index in voters]
         return voters[elect(answers, [replies[index].mean for index in voters])]

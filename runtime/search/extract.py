@@ -15,6 +15,7 @@ import numpy as np
 from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchMethod, SearchParts, SearchStrategy
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
@@ -70,13 +71,13 @@ class Extract(SearchStrategy):
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
-        self._vocabulary = parts.backend.geometry.vocab_size
+        self._vocabulary = parts.sequence.backend.geometry.vocab_size
         self._ends: Ints = np.array([token for token in parts.stop_ids if 0 <= token < self._vocabulary], np.int64)
         self._encoder = LiteralEncoder(parts.tokenizer, parts.stop_ids)
         self._found: list[_Span] = []
         self._best = -math.inf  # of their scores
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         longest = min(self._share(1, room) - 1, _LONGEST)
         texts = beginnings(self._config.passage or "", self._parts.tokenizer, self._encoder, longest)
         texts = [tokens for tokens in texts if max(tokens) < self._vocabulary]
@@ -86,21 +87,15 @@ class Extract(SearchStrategy):
         first_logits = logits.copy()
         one = _log_sum(first_logits, None)
         started = [_Beginning(tokens, float(first_logits[tokens[0]]) - one) for tokens in texts]
-        self._statistics.trials = len(started)
-        self._reply_rows = self._backend.cache.length
-        branches = Branches(self._passes)
-        self._search(started, branches)
+        self.search.trials = len(started)
+        branches = Branches(self._feeder)
+        yield from self._search(started, branches)
         branches.end()
-        self._reply_rows = None
         ranked = sorted(self._found, key=lambda span: span.score, reverse=True)[:_MOST_LISTED]
         self._tell(prompt, [(span.tokens, span.score) for span in ranked])
-        return self._take(ranked[0].tokens, first_logits)
+        return (yield from self._take(ranked[0].tokens, first_logits))
 
-    def next(self, room: int, lost: int) -> tuple[int]:
-        """Where the context had no room for an end: the reply goes on alone."""
-        return self._plain_step()
-
-    def _search(self, started: Sequence[_Beginning], branches: Branches) -> None:
+    def _search(self, started: Sequence[_Beginning], branches: Branches) -> Passes[None]:
         """Feed beginnings until none can lead to a better span than the best that was found."""
         alone = False
         while open_ := [each for each in started if not each.over and each.bound > self._best]:
@@ -110,7 +105,7 @@ class Extract(SearchStrategy):
             if branches.room < _STRIDE * len(chosen):
                 alone, chosen = True, chosen[:1]
                 self._drop([each for each in started if each is not chosen[0]], branches, again=True)
-            self._feed(chosen, branches)
+            yield from self._feed(chosen, branches)
             self._drop([each for each in chosen if each.over or each.bound <= self._best], branches)
 
     def _drop(self, some: Sequence[_Beginning], branches: Branches, *, again: bool = False) -> None:
@@ -120,14 +115,14 @@ class Extract(SearchStrategy):
                 branches.drop(each.branch)
                 each.branch, each.fed = None, 0 if again else each.fed
 
-    def _feed(self, chosen: Sequence[_Beginning], branches: Branches) -> None:
+    def _feed(self, chosen: Sequence[_Beginning], branches: Branches) -> Passes[None]:
         """Feed the next tokens of each, and score the spans that end behind them."""
         fed = []
         for each in chosen:
             each.branch = each.branch or branches.begin()
             part = each.tokens[each.fed : each.fed + _STRIDE]
             fed.append((each.branch, part, len(part)))
-        for each, rows in zip(chosen, branches.feed_chains(fed), strict=True):
+        for each, rows in zip(chosen, (yield from branches.feed_chains(fed)), strict=True):
             for row in rows:
                 each.fed += 1
                 self._score(each, row)

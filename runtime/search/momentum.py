@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, likeliest, log_probabilities
 
 _CANDIDATES = 5
@@ -52,12 +53,13 @@ class Momentum(SearchStrategy):
         self._resistance = (0.0, *(self._config.resistance_weight * r for r in self._config.resistance), math.inf)
         self._runs = Runs((), 1)
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         self._runs = Runs(prompt, len(self._resistance) - 1)
+        yield from ()
         return self._choose(logits)
 
-    def next(self, room: int, lost: int) -> tuple[int]:
-        return self._choose(self._passes.feed(self._root))
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
+        return self._choose((yield from self._feeder.feed(self._root)))
 
     def _choose(self, logits: Floats) -> tuple[int]:  # (V,)
         probabilities = np.exp(log_probabilities(logits))
@@ -65,7 +67,7 @@ class Momentum(SearchStrategy):
         scores = [probabilities[token] - self._resistance[self._runs.closed(token)] for token in candidates.tolist()]
         # Where all are infinitely resisted, the likeliest.
         token = int(candidates[int(np.argmax(scores))])
-        self._statistics.trials += token != int(candidates[0])
+        self.search.trials += token != int(candidates[0])
         self._runs.push(token)
         return self._accept(token, logits)
 

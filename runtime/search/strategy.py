@@ -4,10 +4,8 @@ that the next turn rests on the same bits as without."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Literal, cast
 
 import numpy as np
@@ -19,12 +17,11 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import SearchedText, SearchUse
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, PreemptedError
-from edgeinfer.runtime.backends.forks import can_fork, copied_bytes
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SearchStatistics
+from edgeinfer.runtime.backends.contract import Pass, PreemptedError
+from edgeinfer.runtime.decoding import sequence as decoding
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.layer_skip.strategy import SmallModel
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.text.streaming import ReplyText
@@ -32,20 +29,18 @@ from edgeinfer.runtime.text.streaming import ReplyText
 # Rows of logits that a pass gives at most, as many as drafts of the usual length take.
 MOST_ROWS = 16
 _SEEDS = 2**64
+_ONE_ROW, _NO_ROWS = np.zeros(1, np.int64), np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class SearchParts:
     """Holds what a search is made of."""
 
-    backend: Backend
-    sampler: Sampler  # of the reply's tokens
+    sequence: decoding.Sequence  # the reply's
+    sampler: Sampler  # of its tokens
     config: GenerationConfig
     stop_ids: frozenset[int]  # that end the reply
     tokenizer: TokenizerLike
-    cancelled: Callable[[], bool]  # whether the reply was cancelled
-    fed: Callable[[], Sequence[int]]  # tokens of the text that the cache held when the strategy was last asked for some
-    chunk: int  # tokens of a pass at most where a text is evaluated again
     continues: bool  # the reply goes on with the prompt's text, as `generation.TokenStream` has it
     spare_bytes: int | None = None  # that copies of rows may take; None is any
     # Gives the tokens of the same chat with another last message of the user; None where there is no chat.
@@ -54,13 +49,15 @@ class SearchParts:
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
         """Make the sampler of one of several replies, with the seed that follows the reply's own by its index."""
-        processor = LogitsProcessor(self.config, self.backend.geometry.vocab_size, (self.sampler.seed + index) % _SEEDS)
+        vocabulary = self.sequence.backend.geometry.vocab_size
+        processor = LogitsProcessor(self.config, vocabulary, (self.sampler.seed + index) % _SEEDS)
         budget = self.config.thinking_budget
         return Sampler(processor, prompt, None if budget is None else ThinkingBudget(self.tokenizer, budget, prompt))
 
     def room(self, copied: int = 0) -> tuple[int, str]:
         """Rows that texts side by side may take behind the reply's, and the option that bounds them."""
-        free, row = self.backend.cache.capacity - self.backend.cache.length, copied_bytes(self.backend, 1)
+        cache = self.sequence.cache
+        free, row = cache.capacity - cache.length, self.sequence.backend.fork_bytes(cache, 1)
         if self.spare_bytes is None or row == 0:
             return free, "context"
         spare = max(self.spare_bytes // row - copied, 0)
@@ -72,104 +69,84 @@ class SearchParts:
         return ReplyText(self.tokenizer, self.config.stop, self.stop_ids, context_ids)
 
 
-class Passes:
-    """Runs passes over one text at a time, and counts them."""
+class Feeder:
+    """Runs passes over the reply's text, and counts them."""
 
-    def __init__(self, parts: SearchParts, statistics: SearchStatistics) -> None:
-        self.parts, self.statistics = parts, statistics
-        self._backend = parts.backend
+    def __init__(self, parts: SearchParts, use: SearchUse) -> None:
+        self.parts, self.use = parts, use
+        self._backend, self._cache = parts.sequence.backend, parts.sequence.cache
         self._fed: list[int] = []
 
-    def feed(self, token: int) -> Floats:  # (V,)
+    def feed(self, token: int) -> Passes[Floats]:  # (V,)
         """The logits behind one more token; a view that the next pass overwrites."""
-        return next(self.chain([token]))
+        logits: Floats = (yield from self._feed([token], _ONE_ROW))[0]
+        return logits
 
-    def chain(self, tokens: Sequence[int]) -> Iterator[Floats]:  # of (V,)
-        """The logits behind each of these tokens; views that the next pass overwrites. They are fed a few at a time, as
-        they are asked for."""
+    def chain(self, tokens: Sequence[int], see: Callable[[int, Floats], object]) -> Passes[None]:
+        """Feed tokens a few at a time, and show `see` each one's index and the logits (V,) behind it, a view."""
         for begin in range(0, len(tokens), MOST_ROWS):
             part = tokens[begin : begin + MOST_ROWS]
-            yield from self._feed(part, np.arange(len(part)))
+            for index, row in enumerate((yield from self._feed(part, np.arange(len(part)))), begin):
+                see(index, row)
 
-    def feed_again(self, text: Sequence[int]) -> None:
+    def feed_again(self, text: Sequence[int]) -> Passes[None]:
         """Evaluate a text again in an empty cache, whose pages older replies needed, as soon as there are some."""
-        while self._backend.cache.length < len(text):
+        while self._cache.length < len(text):
             try:
-                start = self._backend.cache.length
-                part = np.array(text[start : start + self.parts.chunk], np.int64)
-                self._forward(part, np.zeros(0, np.int64))
+                start = self._cache.length
+                yield from self._forward(text[start : start + self.parts.sequence.chunk], _NO_ROWS)
             except PreemptedError:
-                self._backend.cache.clear()
+                self._cache.clear()
 
     def text(self) -> list[int]:
         """The tokens that the cache holds rows of."""
-        known = self.parts.fed()
-        since = self._backend.cache.length - len(known)
-        return [*known, *self._fed[len(self._fed) - since :]]
+        known = self.parts.sequence.tokens
+        since = self._cache.length - len(known)
+        return [*known, *self._fed[len(self._fed) - since :]] if since > 0 else known[: self._cache.length]
 
-    def _feed(self, part: Sequence[int], rows: Ints) -> Floats:  # (R,) -> (R, V)
+    def _feed(self, part: Sequence[int], rows: Ints) -> Passes[Floats]:  # (R,) -> (R, V)
         while True:
             try:
-                logits = self._forward(np.array(part, np.int64), rows)
+                logits = yield from self._forward(part, rows)
                 self._fed += part
                 return logits
             except PreemptedError:
                 text = self.text()
-                self._backend.cache.clear()
-                self.feed_again(text)
+                self._cache.clear()
+                yield from self.feed_again(text)
 
-    def _forward(self, tokens: Ints, rows: Ints) -> Floats:  # (S,), (R,) -> (R, V)
-        self.check()
-        places = np.arange(len(tokens)) + self._backend.cache.length
-        output = self._backend.forward(ForwardInput(tokens, places, rows))
-        self.statistics.passes += 1
-        self.statistics.rows += len(tokens)
-        return output.logits
-
-    def check(self) -> None:
-        """Ends the reply where it was cancelled between two passes."""
-        if self.parts.cancelled():
-            raise PassCancelledError("The reply was cancelled between two passes.")
+    def _forward(self, tokens: Sequence[int], rows: Ints) -> Passes[Floats]:  # (R,) -> (R, V)
+        places = np.arange(len(tokens)) + self._cache.length
+        batch = Pass(np.array(tokens, np.int64), places, rows)
+        (result,) = yield Evaluate(self._backend, ((self._cache, batch),))
+        self.use.passes += 1
+        self.use.rows += len(tokens)
+        return result.logits
 
 
-class SearchStrategy(DecodingStrategy):
+class SearchStrategy(Strategy):
     """Does what all searches share; where the context has no room for several texts, they go on plainly."""
 
     lossless: ClassVar[bool] = False  # as `SearchUse` has it
     searches = True
 
     def __init__(self, parts: SearchParts) -> None:
-        super().__init__(parts.backend, parts.sampler)
+        super().__init__(parts.sequence, parts.sampler)
         self._parts, self._config = parts, parts.config
-        self._statistics = SearchStatistics()
-        self._passes = Passes(parts, self._statistics)
-        self._reply_rows: int | None = None  # rows of the cache that are the reply's, while others are behind them
-        self._chosen = 0
-        self._texts: tuple[SearchedText, ...] = ()
+        self.search: SearchUse = SearchUse(parts.config.search, self.lossless)
+        self._feeder = Feeder(parts, self.search)
 
-    @abstractmethod
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """See `DecodingStrategy`."""
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
+        """The next token by plain decoding: of most searches, where the context had no room for as much of all texts,
+        so that the reply goes on alone."""
+        logits = yield from self._feeder.feed(self._root)
+        return self._accept(self._sampler.sample(logits, self._cache.length + lost), logits)
 
-    def leave(self) -> None:
-        """Drop the rows of what was looked at."""
-        if self._reply_rows is not None:
-            self._backend.cache.trim(min(self._reply_rows, self._backend.cache.length))
-            self._reply_rows = None
-
-    def search_use(self) -> SearchUse:
-        counts = dataclasses.asdict(self._statistics)
-        return SearchUse(self._config.search, self.lossless, **counts, chosen=self._chosen, texts=self._texts)
-
-    def _forward(self, token: int) -> Floats:  # (V,)
-        return self._passes.feed(token)
-
-    def _take(self, tokens: Sequence[int], logits: Floats) -> Sequence[int]:  # (V,)
+    def _take(self, tokens: Sequence[int], logits: Floats) -> Passes[Sequence[int]]:  # (V,)
         """The tokens join the reply, and all but the last the cache, by passes of the reply's own text."""
         for token in tokens[:1]:
             self._accept(token, logits)
-        for token, row in zip(tokens[1:], self._passes.chain(tokens[:-1]), strict=True):
-            self._accept(token, row)
+        yield from self._feeder.chain(tokens[:-1], lambda index, row: self._accept(tokens[index + 1], row))
         return tokens
 
     def _share(self, count: int, room: int) -> int:
@@ -188,7 +165,7 @@ class SearchStrategy(DecodingStrategy):
 
     def _tell(self, prompt: Sequence[int], ranked: Iterable[tuple[Sequence[int], float]]) -> None:
         """Has the result tell of these replies: tokens and score of each, the best first."""
-        self._texts = tuple(self._searched_text(self._text_of(prompt, tokens), score) for tokens, score in ranked)
+        self.search.texts = tuple(self._searched_text(self._text_of(prompt, tokens), score) for tokens, score in ranked)
 
     def _text_of(self, prompt: Sequence[int], tokens: Sequence[int]) -> ReplyText:
         """The text of a reply that has these tokens so far."""
@@ -248,8 +225,10 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
     if (kind.branches or kind.rereads) and forgets:
         message = f"search={name!r} needs a context that forgets nothing."
         raise UsageError(message, "Load the model with " + Setting("overflow", "stop") + ".")
-    if kind.branches and not can_fork(parts.backend):
-        message = f"The {parts.backend.name} backend cannot copy what search={name!r} goes on from in several ways."
+    if kind.branches and not parts.sequence.backend.can_fork(parts.sequence.cache):
+        message = (
+            f"The {parts.sequence.backend.name} backend cannot copy what search={name!r} goes on from in several ways."
+        )
         others = " or ".join(other.name for other in _product() if not other.branches)
         raise CapabilityError(message, f"Export the checkpoint to ONNX, or search by {others}.")
     return kind.make(parts)

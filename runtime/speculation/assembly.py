@@ -9,9 +9,9 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import ModelError
 from edgeinfer.core.options.decoding import drafters_in
 from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, KVCache
+from edgeinfer.runtime.backends.expert_use import experts_observer
 from edgeinfer.runtime.backends.registry import make_backend
-from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
 from edgeinfer.runtime.planning.candidates import draft_configuration
@@ -76,6 +76,7 @@ def require_models(*bundles: Bundle | None) -> None:
 
 def make_speculator(
     target: Backend,
+    cache: KVCache,
     config: LoadConfig,
     plan: MemoryPlan,
     profile: DeviceProfile,
@@ -84,13 +85,15 @@ def make_speculator(
     bundle: Bundle | None = None,
 ) -> Speculator:
     """The speculation of a model, whose cache is empty; measures what is not known of this device yet."""
-    cached_experts = None
-    if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
-        cached_experts = target.expert_cache.bias
+    counted = experts_observer(target)
+    cached_experts = None if counted is None or counted.expert_cache is None else counted.expert_cache.bias
     tuning = TunedDrafting.of(profile, target.geometry.num_layers)
+    context = None if drafter is None else draft_configuration(drafter, plan.configuration).context
     parts = DrafterParts(
         target,
+        cache,
         model,
+        None if model is None or context is None else model.new_sequence(context),
         plan.prefill_chunk,
         tuning,
         config.draft_experts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import KVCache
 from edgeinfer.runtime.speculation.controller import Acceptance, DraftController, RoundCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 
@@ -85,16 +85,15 @@ class BatchController(DraftController):
 class SequenceDrafting:
     """Drafters for the texts of one of several sequences."""
 
-    def __init__(self, backend: Backend, texts: Callable[[], int]) -> None:
-        self.backend = backend
-        self.texts = texts
+    def __init__(self, cache: KVCache, texts: Callable[[], int]) -> None:
+        self._cache, self.texts = cache, texts
         self._drafters: dict[str, tuple[Drafter, Drafter | None]] = {}
 
     def of_sequence(self, drafters: Sequence[Drafter]) -> list[Drafter]:
         """The sequence's own of these drafters, without those that cannot serve several sequences."""
         for drafter in drafters:
             if self._drafters.get(drafter.name, (None,))[0] is not drafter:
-                self._drafters[drafter.name] = drafter, drafter.for_sequence()
+                self._drafters[drafter.name] = drafter, drafter.for_sequence(self._cache)
         found = [self._drafters[drafter.name][1] for drafter in drafters]
         return [own for own in found if own is not None]
 

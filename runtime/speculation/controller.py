@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError
-from edgeinfer.runtime.planning.economics import CHEAP, look_ahead
-from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
+from edgeinfer.runtime.decoding.sequence import Passes
+from edgeinfer.runtime.profile.costs import CHEAP, look_ahead
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round, guessed
 
 # A prior counts as this many observations: few enough that twenty rounds outweigh it, enough that two do not.
 _PRIOR_WEIGHT = 4.0
@@ -252,16 +253,16 @@ class DraftController:
         """Learn that so many plain steps were taken."""
         self._add(steps, steps * self._pass_ms[0])
 
-    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
+    def draft(self, context: DraftContext, rows: int, depth: int) -> Passes[Draft]:
         """Build the draft to verify next; empty where nothing pays."""
         self._begin(context, depth)
         most, tree, order = min(rows, self._most), _Tree(), count()
         waiting: list[tuple[float, int, int, Asked]] = []  # the likeliest path first, of equals the one found first
 
-        def expand(node: int) -> None:
+        def expand(node: int) -> Passes[None]:
             """Find the guesses that may follow a node, each token once, at the estimate of whoever is surest of it."""
             likely, left, said = tree.likely_of(node), 1.0, set[int]()
-            for asked in sorted(self._ask(tree, node), key=lambda asked: -asked.estimate):
+            for asked in sorted((yield from self._ask(tree, node)), key=lambda asked: -asked.estimate):
                 if asked.guess.token not in said and len(said) < self.width:
                     said.add(asked.guess.token)
                     # At most one of different tokens comes true.
@@ -270,7 +271,7 @@ class DraftController:
                     heapq.heappush(waiting, (-likely * estimate, next(order), node, asked))
 
         if min(most, depth) > 0:
-            expand(-1)
+            yield from expand(-1)
         length = 0
         while waiting and len(tree) < most:
             unlikely, _, parent, asked = heapq.heappop(waiting)
@@ -281,7 +282,7 @@ class DraftController:
             if size < most and len(tree.paths[-1]) < depth and -unlikely > _LEAST:
                 further = self._ahead(-unlikely, asked.estimate, size, self._price(asked.drafter))
                 if further > 0 and self._covers(max(length, 1), 1 + tree.sure):
-                    expand(size - 1)
+                    yield from expand(size - 1)
         self._hope_for(length)
         return tree.cut(length)
 
@@ -356,7 +357,7 @@ class DraftController:
         worth = self._ahead(likely, acceptance, size, ms, once=drafter.at_once)
         return worth - self._rate * reading / self._rounds_left
 
-    def _ask(self, tree: _Tree, node: int) -> list[Asked]:
+    def _ask(self, tree: _Tree, node: int) -> Passes[list[Asked]]:
         """All guesses for the place behind a node: of tables, and of others if they may be worth more than those."""
         path, likely, asked = tree.path(node), tree.likely_of(node), list[Asked]()
         for drafter in self._drafters:
@@ -368,11 +369,11 @@ class DraftController:
                 mean = self._acceptance.mean(drafter.name)
                 if self._worth_asking(drafter, likely, mean, len(tree)) <= without:
                     continue
-            asked += self._guesses(drafter, path, self.width)
+            asked += yield from self._guesses(drafter, path, self.width)
         self._asked[path] = asked
         return asked
 
-    def _guesses(self, drafter: Drafter, path: Sequence[int], width: int) -> list[Asked]:
+    def _guesses(self, drafter: Drafter, path: Sequence[int], width: int) -> Passes[list[Asked]]:
         """A drafter's guesses behind a path, which the draft pays for: the only place where drafters are asked."""
         name, price, reading = drafter.name, self._price(drafter.name), self._to_read(drafter)
         unread = self._unread.pop(name, 0)
@@ -384,7 +385,8 @@ class DraftController:
         if drafter.uses_target:
             self._at_work = drafter
         started = time.perf_counter_ns()
-        guesses = drafter.guesses(self._context, path, width if drafter.branches else 1)
+        found = drafter.guesses(self._context, path, width if drafter.branches else 1)
+        guesses = (yield from found) if isinstance(found, Generator) else found
         ms = (time.perf_counter_ns() - started) / 1e6
         if guesses and unread >= _TELLING:
             self.timed_reading.append((name, max(0.0, ms - price) / unread))
@@ -396,10 +398,11 @@ class DraftController:
 
 class StochasticController(DraftController):
     """Builds drafts whose tokens are drawn from distributions. Verification by ratio is lossless where no token's
-    presence or place is decided by its own draw (rejection.py): how many are drawn at a place, and by what, is decided
-    before, by running means, by what tables say, and by the tokens drawn so far. What was drawn is never dropped."""
+    presence or place is decided by its own draw (rejection.py): how many are drawn at a place, and by which drafter, is
+    decided before, by running means, by what tables say, and by the tokens drawn so far. What was drawn is never
+    dropped."""
 
-    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
+    def draft(self, context: DraftContext, rows: int, depth: int) -> Passes[Draft]:
         self._begin(context, depth)
         most, tree, order = min(rows, self._most), _Tree(), count()
         slots: list[tuple[float, int, int, Drafter, int, float, float]] = []
@@ -410,13 +413,13 @@ class StochasticController(DraftController):
                 likely = tree.likely_of(node) * estimate
                 heapq.heappush(slots, (-likely, next(order), node, drafter, rank, left, estimate))
 
-        def look(node: int) -> None:
-            drafter, estimate = self._most_promising(tree.path(node), tree.likely_of(node), len(tree))
+        def look(node: int) -> Passes[None]:
+            drafter, estimate = yield from self._most_promising(tree.path(node), tree.likely_of(node), len(tree))
             if drafter is not None:
                 offer(node, drafter, 0, 1.0, estimate)
 
         if min(most, depth) > 0:
-            look(-1)
+            yield from look(-1)
         while slots and len(tree) < most:
             _, _, node, drafter, rank, left, estimate = heapq.heappop(slots)
             path, likely, ms = tree.path(node), tree.likely_of(node), self._price(drafter.name)
@@ -425,7 +428,7 @@ class StochasticController(DraftController):
             if not pays or not self._covers(len(tree) + 1, ms=0.0 if rank else ms):
                 continue
             if rank == 0:
-                self._asked[path] = self._guesses(drafter, path, self.width)
+                self._asked[path] = yield from self._guesses(drafter, path, self.width)
             if rank == len(drawn := self._asked[path]):
                 continue
             estimate = min(drawn[rank].estimate, left)
@@ -434,13 +437,13 @@ class StochasticController(DraftController):
                 left -= estimate
                 offer(node, drafter, rank + 1, left, min(self._acceptance.mean(drafter.name, rank + 1), left))
             if len(path) + 1 < depth:
-                look(len(tree) - 1)
+                yield from look(len(tree) - 1)
         self._hope_for(len(tree))
         draft = tree.cut(len(tree))
         # Without what a shared pass would cut it by: drafts that were drawn are verified whole.
         return Draft(draft.guesses, draft.parents, draft.sources)
 
-    def _most_promising(self, path: Sequence[int], likely: float, size: int) -> tuple[Drafter | None, float]:
+    def _most_promising(self, path: Sequence[int], likely: float, size: int) -> Passes[tuple[Drafter | None, float]]:
         """Whose guess is worth most as far as can be said before it is drawn, and its estimate; None: none pays."""
         best: Drafter | None = None
         best_estimate, most = 0.0, 0.0
@@ -448,7 +451,7 @@ class StochasticController(DraftController):
             name, estimate = drafter.name, self._acceptance.mean(drafter.name)
             if not drafter.draws:
                 # What a table says depends on tokens before only, so it may be looked at.
-                guesses = drafter.guesses(self._context, path, 1)
+                guesses = yield from guessed(drafter, self._context, path, 1)
                 estimate = self._acceptance.estimate(name, guesses[0].sign) if guesses else 0.0
             if (worth := self._worth_asking(drafter, likely, estimate, size)) > most:
                 best, best_estimate, most = drafter, estimate, worth

@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.cache import CopiedRows
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, ForwardInput
-from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, KVCache, Pass
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts, RanPasses, TimedPass, following, pace
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
-from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Round, Verdict
-from edgeinfer.runtime.speculation.evaluated import head_of
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Round, Verdict, guessed
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact, filler_tokens
 from edgeinfer.runtime.system.memory import release_code
 
@@ -42,7 +41,7 @@ def sizes_to_measure(step: int, most: int) -> tuple[int, ...]:
 
 
 def measure_passes(
-    backend: Backend, budget_s: float = 0.6, past: int = 64, step: int = 1, most: int = _SIZES[-1]
+    backend: Backend, cache: KVCache, budget_s: float = 0.6, past: int = 64, step: int = 1, most: int = _SIZES[-1]
 ) -> PassCosts:
     """Times passes of 1 to 32 rows with all their logits; leaves the cache empty.
 
@@ -54,15 +53,15 @@ def measure_passes(
         budget_s: seconds; two sizes are measured even where that takes longer.
         past: rows in the cache before each pass, fewer where it is small.
     """
-    capacity = backend.cache.capacity
+    capacity = cache.capacity
     past = min(past, max(0, capacity - _SIZES[-1]))
     sizes = [m for m in sizes_to_measure(step, most) if past + m <= capacity] or [1]
-    backend.cache.trim(0)
-    _fill(backend, past)
+    cache.trim(0)
+    _fill(backend, cache, past)
     # Recurrent layers go back to it, whatever a pass leaves.
-    backend.cache.mark()
+    cache.mark()
     deadline = time.perf_counter() + budget_s
-    _timed_pass(backend, past, 1, 0)  # reads the weights' pages in, and is no measure
+    _timed_pass(backend, cache, past, 1, 0)  # reads the weights' pages in, and is no measure
     skip = 1
     best: dict[int, float] = {}
     spent = dict.fromkeys(sizes, 0.0)
@@ -74,39 +73,40 @@ def measure_passes(
                 break
             if visit and spent[size] >= budget_s / len(sizes):
                 continue
-            seconds = _timed_pass(backend, past, size, skip)
+            seconds = _timed_pass(backend, cache, past, size, skip)
             skip += size
             spent[size] += seconds
             best[size] = min(seconds, best.get(size, seconds))
-    backend.cache.trim(0)
+    cache.trim(0)
     return PassCosts(tuple((size, best[size] * 1e3) for size in sizes if size in best), step)
 
 
-def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
-    tokens, rows, head = filler_tokens(backend, size, skip), np.arange(size), head_of(backend)
+def _timed_pass(backend: Backend, cache: KVCache, past: int, size: int, skip: int) -> float:
+    tokens, rows, apart = filler_tokens(backend, size, skip), np.arange(size), backend.head_apart and size > HEAD_ROWS
     started = time.perf_counter()
-    output = backend.forward(ForwardInput(tokens, rows + past, rows if head is None else rows[:HEAD_ROWS]))
-    if head is not None and output.hidden is not None and size > HEAD_ROWS:
+    batch = Pass(tokens, rows + past, rows[:HEAD_ROWS] if apart else rows)
+    (output,) = backend.forward([(cache, batch)])
+    if apart and output.hidden is not None:
         # As for a draft of which nothing is refused.
         hidden = output.hidden.copy()
         for first in range(HEAD_ROWS, size, HEAD_ROWS):
-            head.head(hidden[first : first + HEAD_ROWS])
+            backend.head(cache, hidden[first : first + HEAD_ROWS])
     seconds = time.perf_counter() - started
-    backend.cache.trim(past)
+    cache.trim(past)
     return seconds
 
 
-def _fill(backend: Backend, length: int) -> None:
+def _fill(backend: Backend, cache: KVCache, length: int) -> None:
     """Put rows into an empty cache, for passes to attend to."""
-    if backend.cache.copyable and backend.capabilities.copies and not backend.geometry.states:
-        backend.cache.restore(_blank(backend, length))
+    if cache.editable and backend.capabilities.copies and not backend.geometry.states:
+        cache.append(_blank(cache, length))
     elif length:
-        backend.forward(ForwardInput(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))
+        backend.forward([(cache, Pass(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))])
 
 
-def _blank(backend: Backend, length: int) -> CopiedRows:
+def _blank(cache: KVCache, length: int) -> CopiedRows:
     """A cache of zeros, which costs nothing to make and as much as any other to attend to."""
-    empty = backend.cache.snapshot(0, 0)
+    empty = cache.snapshot(0, 0)
     # Layers that keep the same share their zeros.
     kinds = {(len(a), a.shape[2], a.dtype) for a in (*empty.keys, *empty.values)}  # of (H, 0, width)
     zeros = {kind: np.zeros((kind[0], length, kind[1]), kind[2]) for kind in kinds}
@@ -118,41 +118,39 @@ def measure_guesses(drafter: Drafter, context: DraftContext, budget_s: float = 0
     """Milliseconds of one guess: the median over chains of guesses after different first tokens; or of a round's first
     one, of drafters that guess `at_once`. The first chain is not counted: it evaluates the context. If the drafter
     works on the target's cache, its rows are left there."""
-    deadline = time.perf_counter() + budget_s
+    deadline, each = time.perf_counter() + budget_s, list[float]()
     # Different tokens, so that no chain finds what the one before it left in a cache.
     starts = list(dict.fromkeys(reversed(context.tokens)))
-    _chain_ms(drafter, context, [starts[0]])
-    each: list[float] = []
-    while not each or (len(each) < _CHAINS and time.perf_counter() < deadline):
-        number = len(each) + 1
-        start = starts[number % len(starts)]
-        each.append(_chain_ms(drafter, context, [start] * (1 + number // len(starts))))
-    return median(each)
+    while len(each) < 2 or (len(each) <= _CHAINS and time.perf_counter() < deadline):
+        path, given = [starts[len(each) % len(starts)]] * (1 + len(each) // len(starts)), 0
+        drafter.repeat()
+        started = time.perf_counter()
+        while given < _CHAIN and (guesses := run_alone(guessed(drafter, context, path, 1))):
+            given += 1
+            path.append(guesses[0].token)
+        # Where heads come to an end, having none to give costs nothing and would make the others look cheaper.
+        each.append((time.perf_counter() - started) * 1e3 / (1 if drafter.at_once else max(1, given)))
+    return median(each[1:])
 
 
-def measure_reading(drafter: Drafter, context: DraftContext) -> tuple[int, float]:
-    """Tokens that a drafter has to read before its first guess here, and milliseconds of that guess with them."""
-    unread, started = drafter.unread(context), time.perf_counter()
-    drafter.guesses(context, (), 1)
-    return unread, (time.perf_counter() - started) * 1e3
-
-
-def _chain_ms(drafter: Drafter, context: DraftContext, drafted: Sequence[int]) -> float:
-    """Milliseconds per guess of a chain that goes on after these tokens; a drafter with none to give ends it."""
-    path, given = list(drafted), 0
-    drafter.repeat()
-    started = time.perf_counter()
-    while given < _CHAIN and (guesses := drafter.guesses(context, path, 1)):
-        given += 1
-        path.append(guesses[0].token)
-    # Where heads come to an end, having none to give costs nothing and would make the others look cheaper.
-    return (time.perf_counter() - started) * 1e3 / (1 if drafter.at_once else max(1, given))
+def measure_reading(
+    drafter: Drafter, shown: Callable[[int], DraftContext], lengths: tuple[int, int]
+) -> tuple[int, float]:
+    """Tokens that a drafter reads before its first guess of a text when it was shown a shorter one before, and the
+    milliseconds of that guess with them. The less of two times, as one busy moment must not decide: a drafter
+    that seems slow at reading is not asked to read, and then nothing corrects it."""
+    unread, least = 0, math.inf
+    for length in lengths * 2:  # reading the shorter one brings what reads into memory
+        context = shown(length)
+        unread, started = drafter.unread(context), time.perf_counter()
+        run_alone(guessed(drafter, context, (), 1))
+        if length == lengths[1]:
+            least = min(least, (time.perf_counter() - started) * 1e3)
+    return unread, least
 
 
 _log = logging.getLogger("edgeinfer")
 
-# Plain steps timed next to passes.
-_PLAIN = 3
 # Tokens of the made-up conversation behind which guesses are timed.
 _FILLER = 48
 # What a round in which drafters are asked takes more than a plain step besides pass and guesses, until it is known.
@@ -167,12 +165,34 @@ _ENOUGH = 5
 _SHARED = 512
 # Passes of one size in a session after which its cost is no longer a matter of the moment it was measured in.
 _CONFIRMED = 3
-# Times that a text is read to find out what reading costs, and seconds after which none but the second is started.
-_READINGS = 4
-_READING_S = 0.03
 # What a guess was believed to cost counts as so many rounds, and what reading was as so many texts.
 _BELIEVED = 2.0
 _EXACT = "exact"
+
+
+@dataclass
+class RoundTimings:
+    """What the rounds of a reply tell of costs. Where others' rows share its passes it is not `alone`, and nothing is
+    entered."""
+
+    alone: bool = True
+    # Rows and milliseconds of passes of the target that gave the logits of all rows, as they ran.
+    passes: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    # By drafter, milliseconds of its guesses that were paid for, the mean of each round.
+    guesses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    # By drafter, milliseconds a token of what it read before a guess.
+    reading: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    # What rounds in which drafters were asked took besides pass and guesses, each with the tokens it made.
+    asking: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    # What plain steps took besides their pass, one entry each.
+    plain_overhead_ms: list[float] = dataclasses.field(default_factory=list)
+
+    def add_guesses(self, timed: Sequence[tuple[str, float]], reading: Sequence[tuple[str, float]]) -> None:
+        """Enter the times of one round's guesses and of reading before them, by drafter."""
+        for name in dict.fromkeys(name for name, _ in timed):
+            self.guesses.setdefault(name, []).append(fmean(ms for of, ms in timed if of == name))
+        for name, ms in reading:
+            self.reading.setdefault(name, []).append(ms)
 
 
 @dataclass(frozen=True)
@@ -204,9 +224,15 @@ class DeviceCosts:
     passes."""
 
     def __init__(
-        self, backend: Backend, profile: DeviceProfile, check: bool, most: int, stand_in: Callable[[str], Drafter]
+        self,
+        backend: Backend,
+        cache: KVCache,
+        profile: DeviceProfile,
+        check: bool,
+        most: int,
+        stand_in: Callable[[str], Drafter],
     ) -> None:
-        self._backend = backend
+        self._backend, self._cache = backend, cache
         self._most = most
         self._profile = profile
         self._check = check
@@ -240,18 +266,18 @@ class DeviceCosts:
             # Passes read the weights' pages in. What loading ran through of all libraries must have gone by then.
             release_code()
         if self._check and self.exact is None:
-            self.exact = check_exact(self._backend)
+            self.exact = check_exact(self._backend, self._cache)
             kept_check = dataclasses.asdict(self.exact)
             self._profile.save_arrays(_EXACT, {name: np.array([value]) for name, value in kept_check.items()})
         if self._passes is None:
-            self.plain_ms = self._plain_steps()
             can = self._backend.capabilities
             padded = self.exact is not None and self.exact.bit_identical and not can.paged
             # ONNX Runtime's attention wants two rows to be exact, its MatMulNBits an even number.
             step = max(2, can.row_multiple) if padded else 1
-            self._passes = measure_passes(self._backend, step=step, most=self._most)
+            self._passes = measure_passes(self._backend, self._cache, step=step, most=self._most)
+            self.plain_ms = [self._passes.ms(1)]
             # Nothing of it is needed again, and a small model in a small budget may never make so large a pass.
-            self._backend.cache.clear()
+            self._cache.clear()
             self._save()
         if self.exact is not None and not self.exact.bit_identical:
             # Where no more was promised, this is nothing to warn of.
@@ -286,27 +312,27 @@ class DeviceCosts:
         self._shared.append((rows, ms))
         self._ran_passes.observe(rows, ms)
 
-    def learn(self, statistics: SpeculationStatistics) -> None:
+    def learn(self, timings: RoundTimings) -> None:
         """Follow passes, guesses and rounds of a reply, and passes that texts shared; kept with the next `save`."""
         if self._passes is None:
             return
-        for passes in (statistics.timed_passes, self._shared):
+        for passes in (timings.passes, self._shared):
             self._passes = following(self._passes, passes)
             self._ran.update(rows for rows, _ in passes)
         self._shared.clear()
-        for name, times in statistics.timed_guesses.items():
+        for name, times in timings.guesses.items():
             if name in self._guess_ms:
                 self._guess_ms[name] = _followed(self._guess_ms[name], times)
-        for name, times in statistics.timed_reading.items():
+        for name, times in timings.reading.items():
             if name in self._read_ms:
                 believed = [self._read_ms[name]] * int(_BELIEVED)
                 self._readings.setdefault(name, deque(believed, maxlen=_ENOUGH)).extend(times)
                 self._read_ms[name] = median(self._readings[name])
-        if len(statistics.plain_overhead_ms) >= _ENOUGH:
-            self._overhead_ms = median(statistics.plain_overhead_ms)
-        if len(statistics.asking) >= _ENOUGH and self._overhead_ms:
+        if len(timings.plain_overhead_ms) >= _ENOUGH:
+            self._overhead_ms = median(timings.plain_overhead_ms)
+        if len(timings.asking) >= _ENOUGH and self._overhead_ms:
             # Choosing a token takes its time in plain decoding too.
-            extra = median(max(0.0, ms - tokens * self._overhead_ms) for ms, tokens in statistics.asking)
+            extra = median(max(0.0, ms - tokens * self._overhead_ms) for ms, tokens in timings.asking)
             self._round_ms += _PULL * (extra - self._round_ms)
 
     def learn_overhead(self, times: Sequence[float]) -> None:
@@ -316,9 +342,9 @@ class DeviceCosts:
         ms = max(0.0, median(times))
         self._token_ms = ms if self._token_ms is None else self._token_ms + _PULL * (ms - self._token_ms)
 
-    def plain_step_ms(self, statistics: SpeculationStatistics) -> float | None:
+    def plain_step_ms(self, timings: RoundTimings) -> float | None:
         """What a plain step takes at the pace of a reply's passes; None where none of them tells."""
-        return None if self._passes is None else pace(self._passes, statistics.timed_passes)
+        return None if self._passes is None else pace(self._passes, timings.passes)
 
     def save(self) -> None:
         """Keep what is known now."""
@@ -332,67 +358,40 @@ class DeviceCosts:
 
     def _reaches(self, passes: PassCosts) -> bool:
         """Whether passes as large as are verified here were measured; plans of less memory measure smaller ones."""
-        wanted = sizes_to_measure(passes.step, min(self._most, self._backend.cache.capacity))[-1]
+        wanted = sizes_to_measure(passes.step, min(self._most, self._cache.capacity))[-1]
         # Where passes are this slow, time ended the measurement and would do so again.
         return passes.largest >= wanted or passes.ms(passes.largest) > _SLOW_MS
-
-    def _plain_steps(self) -> list[float]:
-        """Milliseconds of a few passes over one token, behind whatever the cache holds."""
-        backend, start, times = self._backend, self._backend.cache.length, []
-        if start == backend.cache.capacity:
-            return []
-        place, row = np.array([start]), np.zeros(1, np.int64)
-        backend.cache.mark()
-        for skip in range(1 + _PLAIN):  # the first reads the weights' pages in
-            token = filler_tokens(backend, 1, skip)
-            started = time.perf_counter()
-            backend.forward(ForwardInput(token, place, row))
-            times.append((time.perf_counter() - started) * 1e3)
-            backend.cache.trim(start)
-        return times[1:]
 
     def _measure(self, drafter: Drafter) -> None:
         """Times guesses behind a conversation that repeats itself, so that tables have something to say, and before
         them the reading of its second half."""
-        backend = self._backend
-        base = backend.cache.length
-        filler = filler_tokens(backend, _FILLER // 2).tolist()
+        cache, base = self._cache, self._cache.length
+        filler = filler_tokens(self._backend, _FILLER // 2).tolist()
         size = base + 1 if drafter.uses_target else max(base + 1, _FILLER)
         tokens = (filler * (2 + (base + 1) // len(filler)))[:size]
         if drafter.follows_passes:
-            tokens = tokens[: backend.cache.capacity]
+            tokens = tokens[: cache.capacity]
+
+        def shown(length: int) -> DraftContext:
+            cache.trim(base)
+            return self._shown_text(drafter, tokens[:length])
+
         try:
-            unread, ms = self._measure_reading(drafter, tokens)
-            context = self._shown_text(drafter, tokens)
-            self._guess_ms[drafter.name] = guess_ms = measure_guesses(drafter, context)
+            unread, ms = measure_reading(drafter, shown, ((base + 1 + len(tokens)) // 2, len(tokens)))
+            self._guess_ms[drafter.name] = guess_ms = measure_guesses(drafter, shown(len(tokens)))
         finally:
-            backend.cache.trim(base)
-            backend.cache.hold(None)
+            cache.trim(base)
+            cache.hold(None)
         if unread:
             self._read_ms[drafter.name] = max(0.0, ms - guess_ms) / unread
 
-    def _measure_reading(self, drafter: Drafter, tokens: list[int]) -> tuple[int, float]:
-        """Tokens of the second half and milliseconds of a guess that reads them: the least of a few times. One busy
-        moment must not decide: a drafter that seems slow at reading is not asked to read, and then nothing corrects it.
-        Reading the first half, which is no measure, brings what reads into memory."""
-        base = self._backend.cache.length
-        middle = (base + 1 + len(tokens)) // 2
-        deadline, least = time.perf_counter() + _READING_S, math.inf
-        for turn in range(_READINGS):
-            self._backend.cache.trim(base)
-            measure_reading(drafter, self._shown_text(drafter, tokens[:middle]))
-            unread, ms = measure_reading(drafter, self._shown_text(drafter, tokens))
-            least = min(least, ms)
-            if not unread or (turn and time.perf_counter() > deadline):
-                break
-        return unread, least
-
     def _shown_text(self, drafter: Drafter, tokens: list[int]) -> DraftContext:
         """A drafter knows a text afterwards, and has seen passes of the target over it if it follows those."""
-        backend, fed = self._backend, self._backend.cache.length
+        fed = self._cache.length
         rest = np.array(tokens[fed:-1], np.int64)
         if drafter.follows_passes and len(rest):
-            backend.forward(ForwardInput(rest, np.arange(fed, fed + len(rest)), np.zeros(0, np.int64)))
+            batch = Pass(rest, np.arange(fed, fed + len(rest)), np.zeros(0, np.int64))
+            self._backend.forward([(self._cache, batch)])
         drafter.begin(tokens)
         drafter.observe(self._shown(tokens[-1]))
         return DraftContext(tokens, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())

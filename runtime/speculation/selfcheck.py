@@ -18,7 +18,7 @@ import numpy as np
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
 
 # Passes begin amid a vector of eight or sixteen numbers, and the text reaches into the next one.
 _PROMPT = 11
@@ -87,44 +87,44 @@ def _likely(row: Floats) -> Ints:  # (V,) -> (L,), the best first
     return order
 
 
-def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
+def check_exact(backend: Backend, cache: KVCache, budget_s: float = 0.3) -> ExactCheck:
     """Compare passes over one text that is cut in different ways; leaves the cache empty.
 
     Takes seven passes where nothing differs, and one over a tree where side branches are to be as exact. A backend that
     promises nothing is only asked by how much rows differ, in `budget_s` seconds and one row at least, and is never
     taken to have none: on short texts its rows may agree by accident.
     """
-    size = min(_TEXT, backend.cache.capacity)
-    past = min(_PROMPT, backend.cache.capacity - size)
+    size = min(_TEXT, cache.capacity)
+    past = min(_PROMPT, cache.capacity - size)
     tokens = filler_tokens(backend, past + size)
-    backend.cache.trim(0)
+    cache.trim(0)
     if past:
-        backend.forward(ForwardInput(tokens[:past], np.arange(past), np.zeros(0, np.int64)))
-    backend.cache.mark()
+        backend.forward([(cache, Pass(tokens[:past], np.arange(past), np.zeros(0, np.int64)))])
+    cache.mark()
     if not backend.capabilities.exact:
-        drift = _drift(backend, past, budget_s)
-        backend.cache.trim(0)
+        drift = _drift(backend, cache, past, budget_s)
+        cache.trim(0)
         return ExactCheck(False, drift.largest, drift.worst_gap, max(drift.noise, _LEAST_NOISE), drift.rows)
-    backend.cache.hold(past)
+    cache.hold(past)
     differences, same_cache = _Differences(), True
     first: tuple[Floats, CacheSnapshot] | None = None
     for cuts in _cuts(size):
-        backend.cache.trim(past)
+        cache.trim(past)
         if first is None:
-            first = _rows(backend, tokens[past:]).copy(), backend.cache.snapshot()
+            first = _rows(backend, cache, tokens[past:]).copy(), cache.snapshot()
             continue
         for start, end in pairwise(cuts):
-            differences.add(_rows(backend, tokens[past + start : past + end]), first[0][start:end])
-        same_cache = same_cache and _same(backend.cache.snapshot(), first[1])
-    if backend.capabilities.paged and first is not None and past and past + 2 * size <= backend.cache.capacity:
-        differences.add(_side_rows(backend, past, tokens[past:]), first[0])
-        same_cache = same_cache and _same(backend.cache.snapshot(), first[1])
-    backend.cache.hold(None)
+            differences.add(_rows(backend, cache, tokens[past + start : past + end]), first[0][start:end])
+        same_cache = same_cache and _same(cache.snapshot(), first[1])
+    if backend.capabilities.paged and first is not None and past and past + 2 * size <= cache.capacity:
+        differences.add(_side_rows(backend, cache, past, tokens[past:]), first[0])
+        same_cache = same_cache and _same(cache.snapshot(), first[1])
+    cache.hold(None)
     found = [differences]
     exact = differences.largest == 0 and same_cache
     if not exact:
-        found.append(_drift(backend, past, budget_s))
-    backend.cache.trim(0)
+        found.append(_drift(backend, cache, past, budget_s))
+    cache.trim(0)
     largest, gap = max(d.largest for d in found), max(d.worst_gap for d in found)
     return ExactCheck(exact, largest, gap, max(d.noise for d in found), sum(d.rows for d in found))
 
@@ -136,23 +136,23 @@ def _cuts(size: int) -> Iterator[list[int]]:
     yield sorted({0, min(3, size), size})
 
 
-def _side_rows(backend: Backend, past: int, text: Ints) -> Floats:  # (S,) -> (S, V)
+def _side_rows(backend: Backend, cache: KVCache, past: int, text: Ints) -> Floats:  # (S,) -> (S, V)
     """The logits of a text, every token of which is a second child in a tree, and whose rows alone are kept."""
-    backend.cache.trim(past)
+    cache.trim(past)
     places = np.arange(len(text))
     rows = 2 * places + 1
     others = (text + 1) % backend.geometry.vocab_size
     tokens = np.stack([others, text], axis=1).ravel()
-    batch = ForwardInput(tokens, past + np.repeat(places, 2), rows, tree=np.repeat(rows - 2, 2))
-    logits = backend.forward(batch).logits
-    backend.cache.keep(past, rows.tolist())
-    return logits
+    batch = Pass(tokens, past + np.repeat(places, 2), rows, tree=np.repeat(rows - 2, 2))
+    (output,) = backend.forward([(cache, batch)])
+    cache.keep(past, rows.tolist())
+    return output.logits
 
 
-def _rows(backend: Backend, tokens: Ints) -> Floats:  # (S,) -> (S, V)
+def _rows(backend: Backend, cache: KVCache, tokens: Ints) -> Floats:  # (S,) -> (S, V)
     """The logits of a pass over these tokens; a view until the next one."""
     rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(tokens, rows + backend.cache.length, rows)).logits
+    return backend.forward([(cache, Pass(tokens, rows + cache.length, rows))])[0].logits
 
 
 def _same(a: CacheSnapshot, b: CacheSnapshot) -> bool:
@@ -160,30 +160,30 @@ def _same(a: CacheSnapshot, b: CacheSnapshot) -> bool:
     return all(np.array_equal(mine, other) for mine, other in pairs)
 
 
-def _drift(backend: Backend, past: int, budget_s: float) -> _Differences:
+def _drift(backend: Backend, cache: KVCache, past: int, budget_s: float) -> _Differences:
     """Compare a text evaluated token by token with wide passes, each over what it put into the cache itself."""
     differences = _Differences()
-    most = min(_MOST_ROWS, backend.cache.capacity - past)
+    most = min(_MOST_ROWS, cache.capacity - past)
     prompt, tokens = np.split(filler_tokens(backend, past + most), [past])
     # Narrow passes take nearly all of the time.
     deadline = time.perf_counter() + 0.8 * budget_s
-    _go_back(backend, prompt)
+    _go_back(backend, cache, prompt)
     narrow: list[Floats] = []
     while len(narrow) < most and (not narrow or time.perf_counter() < deadline):
-        narrow.append(_rows(backend, tokens[len(narrow) : len(narrow) + 1]).copy())
-    _go_back(backend, prompt)
+        narrow.append(_rows(backend, cache, tokens[len(narrow) : len(narrow) + 1]).copy())
+    _go_back(backend, cache, prompt)
     for start in range(0, len(narrow), _WIDE):
         plain = np.concatenate(narrow[start : start + _WIDE])
-        differences.add(plain, _rows(backend, tokens[start : start + len(plain)]))
+        differences.add(plain, _rows(backend, cache, tokens[start : start + len(plain)]))
     return differences
 
 
-def _go_back(backend: Backend, prompt: Ints) -> None:  # (P,)
+def _go_back(backend: Backend, cache: KVCache, prompt: Ints) -> None:  # (P,)
     """Leaves a prompt in the cache, parts of which are fed again where recurrent layers cannot go back to its end."""
-    kept = backend.cache.resumable(len(prompt))
-    backend.cache.trim(kept)
+    kept = cache.rewindable_to(len(prompt))
+    cache.trim(kept)
     if kept < len(prompt):
-        _rows(backend, prompt[kept:])
+        _rows(backend, cache, prompt[kept:])
 
 
 def _gap(row: Floats) -> float:  # (V,)

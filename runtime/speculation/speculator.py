@@ -15,14 +15,15 @@ from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.core.options.decoding import drafters_in
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.results import SpeculationUse
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SpeculationStatistics
-from edgeinfer.runtime.planning.economics import asking_pays
+from edgeinfer.runtime.decoding import sequence as decoding
+from edgeinfer.runtime.decoding.sequence import Strategy
+from edgeinfer.runtime.profile.costs import asking_pays
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TUNED_DRAFTING, DraftHistory, TunedDrafting
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.batch import BatchController, SequenceDrafting
 from edgeinfer.runtime.speculation.controller import Acceptance, DraftController, RoundCosts, StochasticController
-from edgeinfer.runtime.speculation.costs import DeviceCosts
+from edgeinfer.runtime.speculation.costs import DeviceCosts, RoundTimings
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, asked_by_auto, drafter_method
@@ -35,10 +36,6 @@ _SAVE_S = 60.0
 # Plain steps whose median stands for plain decoding.
 _PLAIN_STEPS = 64
 _ACCEPTANCE = "acceptance"
-# Sums over rounds that a reply reports as they are.
-_COUNTED = (
-    "rounds", "drafted", "accepted", "recovered", "bonus", "rechecked", "draft_ms", "verify_ms", "overhead_ms",
-)  # fmt: skip
 
 
 class Speculator:
@@ -60,7 +57,7 @@ class Speculator:
         self._chosen = loaded != "auto"
         self._most = self._limit = most
         self._profile = profile
-        self._costs = DeviceCosts(parts.target, profile, check, most + 1, self._made)
+        self._costs = DeviceCosts(parts.target, parts.cache, profile, check, most + 1, self._made)
         self._drafters: dict[str, Drafter] = {}
         self._acceptance = Acceptance()
         self._kept = (profile.arrays(_ACCEPTANCE) or {}) if self._allowed else {}
@@ -103,60 +100,46 @@ class Speculator:
         """Learn from a pass over so many rows that replies shared."""
         self._costs.observe(rows, ms)
 
-    def strategy(self, sampler: Sampler, config: GenerationConfig) -> DecodingStrategy:
-        """Make the strategy of a generation: speculative, or plain decoding."""
-        names, limit = self._names(config.speculation), self._limit
-        if not names or not limit:
-            return DecodingStrategy(self.parts.target, sampler)
-        verification, most = find_verification(config.verification, self.parts), min(limit, config.draft_max or limit)
-        drafters, exact = [self._drafter(name) for name in names], self._costs.exact
-        width, costs = self._width(config, verification), self._costs.of(drafters)
+    def strategy(
+        self,
+        sequence: decoding.Sequence,
+        sampler: Sampler,
+        config: GenerationConfig,
+        drafting: SequenceDrafting | None = None,
+        before: Strategy | None = None,
+    ) -> Strategy:
+        """Make the strategy of a generation: speculative, or plain decoding. With `drafting` others share its passes,
+        and it may be the rest of one that had its own (`before`); then only the keyed rule gives the text that the
+        reply has alone, whatever is drafted, and by another it decodes plainly."""
+        names = self._names(config.speculation)
+        drafters = [self._drafter(name) for name in names] if self._limit else []
+        if drafting is not None:
+            drafters = drafting.of_sequence(drafters) if find_verification(config.verification).exact else []
+        if not drafters:
+            return Strategy(sequence, sampler)
+        verification = find_verification(config.verification, self.parts)
+        costs, width, exact = self._costs.of(drafters), self._width(config, verification), self._costs.exact
         if not self._may_pay(config, drafters, costs):
-            return DecodingStrategy(self.parts.target, sampler)
-        kind = StochasticController if verification.stochastic else DraftController
-        controller = kind(drafters, costs, self._acceptance, most, width)
+            return Strategy(sequence, sampler)
+        given = (drafters, costs, self._acceptance, min(self._limit, config.draft_max or self._limit), width)
+        use, timings = SpeculationUse(config.speculation, verification.name, verification.lossless), RoundTimings()
+        if isinstance(before, SpeculativeDecoding):
+            use, timings = before.speculation, before.timings
+        if drafting is None:
+            controller = StochasticController(*given) if verification.stochastic else DraftController(*given)
+        else:
+            self._drafting.add(drafting)
+            controller, timings.alone = BatchController(*given, drafting.texts), False
         strategy = SpeculativeDecoding(
-            self.parts.target,
+            sequence,
             sampler,
             drafters,
             controller,
             verification,
             noise=0.0 if verification.stochastic or exact is None else exact.noise,
             on_plain_ms=self._plain_ms.append,
-        )
-        self._live.add(strategy)
-        return strategy
-
-    def sequence_strategy(
-        self,
-        sampler: Sampler,
-        config: GenerationConfig,
-        drafting: SequenceDrafting,
-        before: DecodingStrategy | None = None,
-    ) -> DecodingStrategy:
-        """Make the strategy of a generation whose passes others share, or of the rest of one that had its own
-        (`before`). Only the keyed rule gives the text that the reply has alone, whatever is drafted; by another it
-        decodes plainly."""
-        verification, names = find_verification(config.verification), self._names(config.speculation)
-        drafters = drafting.of_sequence([self._drafter(name) for name in names]) if self._limit else []
-        if not verification.exact or not drafters:
-            return DecodingStrategy(drafting.backend, sampler)
-        costs, width = self._costs.of(drafters), self._width(config, verification)
-        if not self._may_pay(config, drafters, costs):
-            return DecodingStrategy(drafting.backend, sampler)
-        self._drafting.add(drafting)
-        most = min(self._limit, config.draft_max or self._limit)
-        statistics = before.statistics if isinstance(before, SpeculativeDecoding) else SpeculationStatistics()
-        statistics.alone = False
-        strategy = SpeculativeDecoding(
-            drafting.backend,
-            sampler,
-            drafters,
-            BatchController(drafters, costs, self._acceptance, most, width, drafting.texts),
-            verification,
-            noise=0.0 if self._costs.exact is None else self._costs.exact.noise,
-            on_plain_ms=self._plain_ms.append,
-            statistics=statistics,
+            speculation=use,
+            timings=timings,
         )
         self._live.add(strategy)
         return strategy
@@ -258,29 +241,15 @@ class Speculator:
             return 1
         return width
 
-    def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> SpeculationUse:
+    def summary(self, config: GenerationConfig, strategy: Strategy, per_token_ms: float) -> SpeculationUse:
         """Tell what drafting did in a reply, whose tokens after the first took `per_token_ms` each."""
-        plain = self.plain_ms
-        if not isinstance(strategy, SpeculativeDecoding):
-            mode = config.speculation if self._allowed else "off"
-            return SpeculationUse(mode=mode, exact=self._is_exact(config), plain_ms=plain)
-        statistics, verification = strategy.statistics, find_verification(config.verification)
-        plain = self._costs.plain_step_ms(statistics) if plain is None else plain
-        speedup = plain / per_token_ms if plain and per_token_ms and statistics.alone else None
-        return SpeculationUse(
-            mode=config.speculation,
-            verification=verification.name,
-            lossless=verification.lossless,
-            exact=self._is_exact(config),
-            **{name: getattr(statistics, name) for name in _COUNTED},
-            accepted_per_position=tuple(statistics.accepted_per_position),
-            acceptance_rate=statistics.accepted / statistics.drafted if statistics.drafted else 0.0,
-            mean_accepted_length=statistics.committed / statistics.rounds if statistics.rounds else 0.0,
-            choices=dict(statistics.choices),
-            per_drafter=dict(statistics.per_drafter),
-            plain_ms=plain,
-            speedup_vs_plain=speedup,
-        )
+        use, plain = SpeculationUse(config.speculation if self._allowed else "off"), self.plain_ms
+        if isinstance(strategy, SpeculativeDecoding):
+            use, timings = strategy.speculation, strategy.timings
+            plain = self._costs.plain_step_ms(timings) if plain is None else plain
+            use.speedup_vs_plain = plain / per_token_ms if plain and per_token_ms and timings.alone else None
+        use.exact, use.plain_ms = self._is_exact(config), plain
+        return use
 
     def _is_exact(self, config: GenerationConfig) -> bool | None:
         if config.speculation != "off" and not find_verification(config.verification).exact:
@@ -316,15 +285,15 @@ class Speculator:
             self._drafters[name] = self._made(name)
             self._drafters[name].restore(state.get(name, {}))
 
-    def finished(self, strategy: DecodingStrategy, overhead_ms: Sequence[float] = ()) -> None:
+    def finished(self, strategy: Strategy, overhead_ms: Sequence[float] = ()) -> None:
         """A reply is over: costs follow its passes, and what plain tokens took besides theirs in milliseconds; what was
         learnt is kept, not more often than once a minute."""
         self._costs.learn_overhead(overhead_ms)
         if isinstance(strategy, SpeculativeDecoding):
             self._live.discard(strategy)
-            self._costs.learn(strategy.statistics)
-            done = strategy.statistics
-            self._history.add(*strategy.texts, done.rounds * done.alone, done.choices["none"], done.per_drafter)
+            self._costs.learn(strategy.timings)
+            done, alone = strategy.speculation, strategy.timings.alone
+            self._history.add(*strategy.texts, done.rounds * alone, done.choices.get("none", 0), done.per_drafter)
         if time.monotonic() - self._saved > _SAVE_S:
             self.save()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Protocol
 
 # In the place of a special token among the ids of a text in parts; no token has this id.
@@ -60,6 +60,7 @@ class TokenizerLike(Protocol):
         """The vocabulary's spelling of an id, None where it has no such id."""
 
 
+@lru_cache(1024)
 def token_bytes(token: str) -> bytes:
     """The bytes of text that a token spells; an added token, written as plain text, spells itself."""
     alphabet = _byte_alphabet()

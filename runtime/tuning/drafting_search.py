@@ -23,7 +23,8 @@ from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.calibrated import SKIP_LEVELS, SkipLevels, kept_layers, layers_mask
 from edgeinfer.runtime.layer_skip.entropy import ENTROPY, Entropies, rolling_means
@@ -48,6 +49,7 @@ _CHUNK = 64
 
 def search_skip_levels(
     backend: Backend,
+    cache: KVCache,
     samples: Sequence[Sample],
     costs: BlockCosts,
     *,
@@ -57,9 +59,9 @@ def search_skip_levels(
 ) -> SkipLevels:
     """Search sets of blocks to skip, by texts of the model's own; empties the cache."""
     units = skip_units(backend.geometry.num_layers, granularity, evaluations)
-    search = _SkipSearch(_LossScorer(backend, samples), costs, units, evaluations, progress)
+    search = _SkipSearch(_LossScorer(backend, cache, samples), costs, units, evaluations, progress)
     search.run()
-    backend.cache.trim(0)
+    cache.trim(0)
     return search.ladder()
 
 
@@ -72,13 +74,19 @@ def calibrate_skips(
     progress: Progress | None,
 ) -> tuple[SkipLevels, BlockCosts]:
     """Searches the sets of blocks of "calibrated", keeps and uses them; errors as `search_skip_levels`."""
-    costs = reduced.block_costs()
+    costs, sequence = reduced.block_costs(), reduced.sequence
     try:
         levels = search_skip_levels(
-            reduced.engine.backend, samples, costs, granularity=granularity, evaluations=evaluations, progress=progress
+            sequence.backend,
+            sequence.cache,
+            samples,
+            costs,
+            granularity=granularity,
+            evaluations=evaluations,
+            progress=progress,
         )
     finally:
-        reduced.engine.forget()
+        sequence.forget()
     reduced.keep(SKIP_LEVELS, levels)
     return levels, costs
 
@@ -91,7 +99,7 @@ def calibrate_entropy(reduced: ReducedComputeStrategies, samples: Sequence[Sampl
         small.begin(text)
         bits: list[float] = []
         for token in sample.reply:
-            logits = small.after(text)
+            logits = run_alone(small.after(text))
             if logits is None:
                 break
             bits.append(entropy_bits(logits))
@@ -114,8 +122,8 @@ def skip_units(num_layers: int, granularity: int, evaluations: int) -> NDArray[n
 class _LossScorer:
     """Loss of any mask: divergence from the whole model, over its likeliest tokens and all others together."""
 
-    def __init__(self, backend: Backend, samples: Sequence[Sample]) -> None:
-        self._texts = SampleTexts(backend, samples, _READ)
+    def __init__(self, backend: Backend, cache: KVCache, samples: Sequence[Sample]) -> None:
+        self._texts = SampleTexts(backend, cache, samples, _READ)
         self._whole: list[
             tuple[NDArray[np.int64], NDArray[np.float64]]
         ] = []  # tokens and probabilities (S, K), (S, K + 1)
@@ -238,18 +246,18 @@ class SampleTexts:
     """Replies of the model's own, read with any blocks left out behind the whole model's cache of the prompt. Up to
     `window` tokens of each reply are read in one pass. The backend must skip layers; its cache is emptied."""
 
-    def __init__(self, backend: Backend, samples: Sequence[Sample], window: int) -> None:
+    def __init__(self, backend: Backend, cache: KVCache, samples: Sequence[Sample], window: int) -> None:
         if not backend.capabilities.layer_skip:
             message = f"The {backend.name} backend cannot skip layers."
             raise CapabilityError(message, "Use a natively exported bundle.")
         if not samples or not all(sample.prompt and sample.reply for sample in samples):
             raise UsageError("There is no text to score.", "Give samples with a prompt and a reply each.")
-        self._backend = backend
+        self._backend, self._cache = backend, cache
         self._texts: list[tuple[CacheSnapshot, Ints]] = []  # cache before, tokens fed (S,)
         for sample in samples:
             self._prefill(sample.prompt[:-1])
             fed = np.array([sample.prompt[-1], *sample.reply[: window - 1]], np.int64)
-            self._texts.append((backend.cache.snapshot(), fed))
+            self._texts.append((cache.snapshot(), fed))
 
     @property
     def positions(self) -> int:
@@ -259,17 +267,18 @@ class SampleTexts:
         """Logits (S, V) of the blocks that run, after each token of each text in turn; views that the next
         overwrites."""
         for before, fed in self._texts:
-            self._backend.cache.restore(before)
+            self._cache.trim(0)
+            self._cache.append(before)
             rows = np.arange(len(fed))
-            yield self._backend.forward(
-                ForwardInput(fed, rows + self._backend.cache.length, rows, layer_mask=layer_mask)
-            ).logits
+            read = Pass(fed, rows + self._cache.length, rows, layer_mask=layer_mask)
+            yield self._backend.forward([(self._cache, read)])[0].logits
 
     def _prefill(self, tokens: Sequence[int]) -> None:
-        self._backend.cache.trim(0)
+        self._cache.trim(0)
         for start in range(0, len(tokens), _CHUNK):
             ids = np.array(tokens[start : start + _CHUNK], np.int64)
-            self._backend.forward(ForwardInput(ids, np.arange(start, start + len(ids)), np.zeros(0, np.int64)))
+            read = Pass(ids, np.arange(start, start + len(ids)), np.zeros(0, np.int64))
+            self._backend.forward([(self._cache, read)])
 
 
 # Most tokens of each reply that are scored. SWIFT scores 33; logits of that many rows fit anywhere.
@@ -299,8 +308,8 @@ class SkipSet:
 class _MatchScorer:
     """Match rate of any mask."""
 
-    def __init__(self, backend: Backend, samples: Sequence[Sample]) -> None:
-        self._texts = SampleTexts(backend, samples, _WINDOW)
+    def __init__(self, backend: Backend, cache: KVCache, samples: Sequence[Sample]) -> None:
+        self._texts = SampleTexts(backend, cache, samples, _WINDOW)
         everything = np.ones(2 * backend.geometry.num_layers, np.bool_)
         self._best = self._likeliest(everything)
 
@@ -316,7 +325,9 @@ class _MatchScorer:
         return self._texts.positions
 
 
-def best_exit(backend: Backend, samples: Sequence[Sample], costs: BlockCosts, *, granularity: int = 1) -> SkipSet:
+def best_exit(
+    backend: Backend, cache: KVCache, samples: Sequence[Sample], costs: BlockCosts, *, granularity: int = 1
+) -> SkipSet:
     """The exit layer that drafts fastest by its match rate; its mask runs the layers before it. Empties the cache."""
     layers = backend.geometry.num_layers
     if not 0 < granularity < layers:
@@ -324,19 +335,20 @@ def best_exit(backend: Backend, samples: Sequence[Sample], costs: BlockCosts, *,
         raise UsageError(
             message, f"Give a granularity from 1 to {layers - 1}." if layers > 1 else "Choose another drafter."
         )
-    scorer = _MatchScorer(backend, samples)
+    scorer = _MatchScorer(backend, cache, samples)
     found: list[SkipSet] = []
     for exit_layer in range(granularity, layers, granularity):
         mask = np.arange(2 * layers) < 2 * exit_layer
         match_rate = scorer(mask)
         gain = costs.exit_gain(exit_layer, match_rate)
         found.append(SkipSet(mask, match_rate, gain.length, gain.speedup, 0))
-    backend.cache.trim(0)
+    cache.trim(0)
     return replace(max(found, key=lambda exit: exit.speedup), evaluations=len(found))
 
 
 def best_skip_set(
     backend: Backend,
+    cache: KVCache,
     samples: Sequence[Sample],
     costs: BlockCosts,
     *,
@@ -347,14 +359,14 @@ def best_skip_set(
 ) -> SkipSet:
     """Search the set of skipped blocks that drafts fastest, deterministically; empties the cache."""
     units = skip_units(backend.geometry.num_layers, granularity, evaluations)
-    scorer = _MatchScorer(backend, samples)
+    scorer = _MatchScorer(backend, cache, samples)
     search = _DraftingSearch(scorer, costs, units, np.random.default_rng(seed))
     most = min(evaluations, 2 ** len(search.units) - 1)
     while search.scored < most:
         search.step()
         if progress is not None:
             progress(search.scored, most)
-    backend.cache.trim(0)
+    cache.trim(0)
     return search.result()
 
 
@@ -459,6 +471,7 @@ class TuneResult:
 
 def tune(
     backend: Backend,
+    cache: KVCache,
     samples: Sequence[Sample],
     *,
     granularity: int = 1,
@@ -467,10 +480,10 @@ def tune(
     progress: Callable[[int, int], None] | None = None,
 ) -> TuneResult:
     """Measure costs and search; empties the cache. Layers are skipped in groups of `granularity`."""
-    costs = measure_costs(backend)
-    exits = best_exit(backend, samples, costs, granularity=granularity)
+    costs = measure_costs(backend, cache)
+    exits = best_exit(backend, cache, samples, costs, granularity=granularity)
     skip = best_skip_set(
-        backend, samples, costs, granularity=granularity, evaluations=evaluations, seed=seed, progress=progress
+        backend, cache, samples, costs, granularity=granularity, evaluations=evaluations, seed=seed, progress=progress
     )
     tuning = TunedDrafting(
         exit_layer=exits.layers if exits.speedup > _PAYS else None,

@@ -1,9 +1,10 @@
-"""Measures passes: what they have to do, what they cost, the engine's share, how well they predict."""
+"""Measures passes: what they have to do, what they cost, the decoding's share, how well they predict."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +16,11 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse, PassWork
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, ForwardInput, ForwardOutput, require
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Pass, require
+from edgeinfer.runtime.decoding.sequence import Sequence, Strategy, run_alone
 from edgeinfer.runtime.layer_skip.strategy import divergence
 from edgeinfer.runtime.sampling.distributions import Logits, token_logprobs
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.evaluated import head_of
 from edgeinfer.runtime.speculation.selfcheck import filler_tokens
 
 # Rows of a pass whose logits are all asked for: 16 of a 152k vocabulary are 10 MB. Where the head runs apart, plans
@@ -49,20 +48,20 @@ class _Greedy(Sampler):
     def __init__(self) -> None:
         """Nothing is asked for."""
 
-    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:  # (V,)
+    def sample(self, logits: Logits, position: int, path: abc.Sequence[int] = ()) -> int:  # (V,)
         return int(logits.argmax())
 
     def accept(self, token: int, logits: Logits) -> None:  # (V,)
         """Nothing depends on the tokens before."""
 
 
-def _filler(engine: Engine, count: int) -> list[int]:
-    tokens: list[int] = filler_tokens(engine.backend, count).tolist()
+def _filler(sequence: Sequence, count: int) -> list[int]:
+    tokens: list[int] = filler_tokens(sequence.backend, count).tolist()
     return tokens
 
 
-def _require_room(engine: Engine, tokens: int) -> None:
-    capacity = engine.backend.cache.capacity
+def _require_room(sequence: Sequence, tokens: int) -> None:
+    capacity = sequence.cache.capacity
     if tokens > capacity:
         message = f"Measuring needs {tokens} tokens of context, there are {capacity}."
         raise UsageError(message, "Load with a larger context.")
@@ -92,41 +91,41 @@ def attention_work(spec: DecoderSpec, kv_bytes_per_token: int, tokens: int, past
     return PassWork(0, multiplied, kv_bytes_per_token * read // spec.num_layers)
 
 
-def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
+def pass_times(sequence: Sequence, sizes: abc.Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
     """Milliseconds of passes over each number of tokens, all logit rows, after `past` cached tokens; sizes take
     turns."""
-    _require_room(engine, past + max(sizes))
-    backend = engine.backend
+    _require_room(sequence, past + max(sizes))
+    backend, cache = sequence.backend, sequence.cache
     if past:
-        engine.prepare(_filler(engine, past + 1), past)
+        run_alone(sequence.prepare(_filler(sequence, past + 1), past))
     else:
-        engine.forget()
+        sequence.forget()
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for repeat in range(repeats + 1):
         for size in sizes:
-            tokens, rows = np.array(_filler(engine, size)), np.arange(size)
+            tokens, rows = np.array(_filler(sequence, size)), np.arange(size)
             started = time.perf_counter()
-            backend.forward(ForwardInput(tokens, rows + past, rows))
+            backend.forward([(cache, Pass(tokens, rows + past, rows))])
             if repeat:  # the first round warms up
                 times[size].append((time.perf_counter() - started) * 1e3)
-            backend.cache.trim(past)
+            cache.trim(past)
     return times
 
 
-def prefill_times(engine: Engine, tokens: int, *, repeats: int) -> list[float]:
-    """Milliseconds of evaluating a prompt of `tokens` tokens, in the engine's chunks, until its last row's logits."""
-    times = [work_times(engine, tokens, 0, past=0).ms for _ in range(repeats)]
-    engine.forget()
+def prefill_times(sequence: Sequence, tokens: int, *, repeats: int) -> list[float]:
+    """Milliseconds of evaluating a prompt of `tokens` tokens, in the sequence's chunks, until its last row's logits."""
+    times = [work_times(sequence, tokens, 0, past=0).ms for _ in range(repeats)]
+    sequence.forget()
     return times
 
 
-def decode_times(engine: Engine, tokens: int, *, past: int) -> list[float]:
+def decode_times(sequence: Sequence, tokens: int, *, past: int) -> list[float]:
     """Milliseconds of each token that is decoded greedily after `past` others."""
-    _require_room(engine, past + tokens)
-    engine.forget()
-    steps = engine.generate(_filler(engine, past), _Greedy(), max_tokens=tokens + 1, stop_ids=frozenset())
+    _require_room(sequence, past + tokens)
+    sequence.forget()
+    steps = sequence.generate(_filler(sequence, past), _Greedy(), max_tokens=tokens + 1, stop_ids=frozenset())
     times = [step.ms for step in steps]
-    engine.forget()
+    sequence.forget()
     # The first token carries the prompt.
     return times[1:]
 
@@ -139,21 +138,21 @@ class WorkTimes:
     token_ids: tuple[int, ...]
 
 
-def work_times(engine: Engine, prompt: int, reply: int, *, past: int) -> WorkTimes:
+def work_times(sequence: Sequence, prompt: int, reply: int, *, past: int) -> WorkTimes:
     """Evaluate a prompt behind `past` untimed tokens, then decode greedily in `reply` passes."""
     if prompt < 0 or reply < 0 or past < 0 or prompt + reply == 0:
         raise UsageError("There is nothing to time.", "Give a prompt or a reply of at least one token.")
-    _require_room(engine, past + prompt + reply)
+    _require_room(sequence, past + prompt + reply)
     # Decoding needs a token to begin with; a prompt's last one gives the reply's first without a pass of its own.
-    tokens = _filler(engine, max(past + prompt, 1))
+    tokens = _filler(sequence, max(past + prompt, 1))
     ready = past if prompt else len(tokens) - 1
     if ready:
-        engine.prepare(tokens[: ready + 1], ready)
+        run_alone(sequence.prepare(tokens[: ready + 1], ready))
     else:
-        engine.forget()
+        sequence.forget()
     count = reply + 1 if prompt else reply
-    steps = list(engine.generate(tokens, _Greedy(), max_tokens=count, stop_ids=frozenset()))
-    ms = sum(step.ms for step in steps) if reply else engine.prefill.ms
+    steps = list(sequence.generate(tokens, _Greedy(), max_tokens=count, stop_ids=frozenset()))
+    ms = sum(step.ms for step in steps) if reply else sequence.prefill.ms
     return WorkTimes(ms, tuple(step.token for step in steps))
 
 
@@ -165,79 +164,75 @@ class TurnTimes:
     reply_ms: float
 
 
-def turn_times(engine: Engine, prompt: int, reply: int) -> TurnTimes:
+def turn_times(sequence: Sequence, prompt: int, reply: int) -> TurnTimes:
     """Evaluates a prompt of this many tokens, decodes greedily for `reply` passes, and empties the cache."""
-    _require_room(engine, prompt + reply)
-    engine.forget()
-    tokens = _filler(engine, prompt)
+    _require_room(sequence, prompt + reply)
+    sequence.forget()
+    tokens = _filler(sequence, prompt)
     # The prompt's last row gives the first token.
-    steps = list(engine.generate(tokens, _Greedy(), max_tokens=reply + 1, stop_ids=frozenset()))
-    prompt_ms = engine.prefill.ms
-    engine.forget()
+    steps = list(sequence.generate(tokens, _Greedy(), max_tokens=reply + 1, stop_ids=frozenset()))
+    prompt_ms = sequence.prefill.ms
+    sequence.forget()
     return TurnTimes(prompt_ms, sum(step.ms for step in steps[1:]))
 
 
-def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
+def token_logits(sequence: Sequence, tokens: abc.Sequence[int]) -> Iterator[Floats]:
     """Feed a text and yield the logits after its tokens, a few rows (R, V) at a time, as views; empties the cache."""
     if not tokens:
         raise UsageError("Nothing was given to measure.", "Give at least one token.")
-    if engine.context_shift is None:
-        _require_room(engine, len(tokens))
-    engine.forget()
-    engine.begin(len(tokens))
-    return _logit_chunks(engine, np.array(tokens, np.int64))
+    if sequence.context_shift is None:
+        _require_room(sequence, len(tokens))
+    sequence.forget()
+    sequence.begin(len(tokens))
+    return _logit_chunks(sequence, np.array(tokens, np.int64))
 
 
-def _logit_chunks(engine: Engine, ids: NDArray[np.int64]) -> Iterator[Floats]:  # (S,) -> (R, V) each
-    fed, head, states = 0, head_of(engine.backend), list[Floats]()
-
-    def run(batch: ForwardInput) -> ForwardOutput:
-        output = engine.backend.forward(batch)
-        if head is not None and output.hidden is not None:
-            states[:] = [output.hidden.copy()]  # the head's passes overwrite them
-        return output
-
+def _logit_chunks(sequence: Sequence, ids: NDArray[np.int64]) -> Iterator[Floats]:  # (S,) -> (R, V) each
+    fed, backend = 0, sequence.backend
     while fed < len(ids):
-        _require_unused(engine, fed)
-        chunk = ids[fed : fed + min(_ROWS, engine.room())]
+        _require_unused(sequence, fed)
+        chunk = ids[fed : fed + min(_ROWS, sequence.room())]
         fed += len(chunk)
-        most = len(chunk) if head is None else HEAD_ROWS
-        yield engine.feed(chunk.tolist(), np.arange(min(len(chunk), most)), run=run)
+        most = HEAD_ROWS if backend.head_apart else len(chunk)
+        result = run_alone(sequence.feed(chunk.tolist(), np.arange(min(len(chunk), most))))
+        states = None if result.hidden is None else result.hidden.copy()  # the head's passes overwrite them
+        yield result.logits
         for start in range(most, len(chunk), most):
-            assert head is not None, "all rows came at once"
-            _require_unused(engine, fed)
-            yield head.head(states[0][start : start + most])
-    engine.forget()
+            assert states is not None, "all rows came at once"
+            _require_unused(sequence, fed)
+            yield backend.head(sequence.cache, states[start : start + most])
+    sequence.forget()
 
 
-def _require_unused(engine: Engine, fed: int) -> None:
-    if engine.backend.cache.length + engine.lost.tokens != fed:
+def _require_unused(sequence: Sequence, fed: int) -> None:
+    if sequence.fed != fed:
         raise UsageError("The model was used for something else.", "Take all logits of a text before that.")
 
 
-def last_state(engine: Engine, tokens: Sequence[int]) -> Floats:  # (D,)
+def last_state(sequence: Sequence, tokens: abc.Sequence[int]) -> Floats:  # (D,)
     """The hidden state after the last layer in the row of a text's last token; keeps what the cache shares with it."""
     hint = "Use a natively exported bundle."
-    require(engine.backend.capabilities.hidden, engine.backend, "give hidden states", hint)
-    _require_room(engine, len(tokens))
+    require(sequence.backend.capabilities.hidden, sequence.backend, "give hidden states", hint)
+    _require_room(sequence, len(tokens))
     # All but the last are evaluated as a prompt is, which keeps what is there.
-    engine.prepare(tokens, len(tokens))
+    run_alone(sequence.prepare(tokens, len(tokens)))
     place = np.array([len(tokens) - 1])
-    output = engine.backend.forward(ForwardInput(np.array(tokens[-1:], np.int64), place, np.zeros(1, np.int64)))
+    batch = Pass(np.array(tokens[-1:], np.int64), place, np.zeros(1, np.int64))
+    (output,) = sequence.backend.forward([(sequence.cache, batch)])
     assert output.hidden is not None, "the backend says that it gives them"
     state: Floats = output.hidden[0].copy()
-    engine.backend.cache.trim(len(tokens) - 1)
+    sequence.cache.trim(len(tokens) - 1)
     return state
 
 
-def score_tokens(engine: Engine, tokens: Sequence[int]) -> TokenScores:
+def score_tokens(sequence: Sequence, tokens: abc.Sequence[int]) -> TokenScores:
     """Feeds a text and scores every token under the model; empties the cache."""
     if len(tokens) < 2:
         raise UsageError("Scoring needs at least two tokens.", "Give a longer text.")
     ids = np.array(tokens, np.int64)
     logprobs, best = np.empty(len(ids) - 1), np.empty(len(ids), np.int64)
     start = 0
-    for logits in token_logits(engine, tokens):  # (R, V)
+    for logits in token_logits(sequence, tokens):  # (R, V)
         best[start : start + len(logits)] = logits.argmax(axis=1)
         targets = ids[start + 1 : start + 1 + len(logits)]
         shifted = logits[: len(targets)].astype(np.float64)
@@ -266,7 +261,7 @@ class ReplyReading:
 class _Given(Sampler):
     """Takes the tokens of a text, whatever is predicted."""
 
-    def __init__(self, prompt: int, reply: Sequence[int], whole: Floats) -> None:
+    def __init__(self, prompt: int, reply: abc.Sequence[int], whole: Floats) -> None:
         self._prompt = prompt
         self._reply = reply
         self._whole = whole  # after the prompt, and after each token of the reply but the last (N + 1, V)
@@ -274,7 +269,7 @@ class _Given(Sampler):
         self.found: list[float] = []
         self.divergences: list[float] = []
 
-    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:  # (V,)
+    def sample(self, logits: Logits, position: int, path: abc.Sequence[int] = ()) -> int:  # (V,)
         return self._reply[position - self._prompt]
 
     def accept(self, token: int, logits: Logits) -> None:  # (V,)
@@ -285,22 +280,22 @@ class _Given(Sampler):
 
 
 def read_reply(
-    engine: Engine, prompt: Sequence[int], reply: Sequence[int], make: Callable[[Sampler], DecodingStrategy | None]
+    sequence: Sequence, prompt: abc.Sequence[int], reply: abc.Sequence[int], make: Callable[[Sampler], Strategy | None]
 ) -> ReplyReading:
     """Reads a reply, with a strategy or in full; empties the cache."""
     if not prompt or len(reply) < 2:
         raise UsageError("There is no reply to read.", "Give a prompt and at least two tokens after it.")
     text = [*prompt, *reply[:-1]]
-    whole, place = np.empty((len(reply), engine.backend.geometry.vocab_size), np.float32), 1 - len(prompt)
-    for rows in token_logits(engine, text):  # (R, V)
+    whole, place = np.empty((len(reply), sequence.backend.geometry.vocab_size), np.float32), 1 - len(prompt)
+    for rows in token_logits(sequence, text):  # (R, V)
         wanted = rows[max(0, -place) :]
         place += len(rows)
         if len(wanted):
             whole[place - len(wanted) : place] = wanted
     sampler = _Given(len(prompt), reply, whole)
     strategy = make(sampler)
-    for _ in engine.generate(prompt, sampler, max_tokens=len(reply), stop_ids=frozenset(), strategy=strategy):
+    for _ in sequence.generate(prompt, sampler, max_tokens=len(reply), stop_ids=frozenset(), strategy=strategy):
         pass
-    engine.forget()
-    use = None if strategy is None else strategy.compute_use()
+    sequence.forget()
+    use = None if strategy is None else strategy.compute
     return ReplyReading(np.array(sampler.found), np.array(sampler.divergences), use)

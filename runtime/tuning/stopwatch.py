@@ -11,12 +11,11 @@ from typing import Self
 
 from edgeinfer.core.errors import BudgetError, Setting, UsageError
 from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.planning.economics import prospects_by
+from edgeinfer.runtime.decoding import sequence as decoding
 from edgeinfer.runtime.planning.facts import Configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, ROUND_MS, TURN_TOKENS, Pace, SpeedModel
-from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.costs import PassCosts, prospects_by
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.speculation.drafters.method import table_priors
 from edgeinfer.runtime.system.memory import release_freed
@@ -44,16 +43,16 @@ class Work:
     reply: int
     verified: tuple[int, ...] = ()
 
-    def visit(self, engine: Engine, configuration: Configuration) -> Times:
+    def visit(self, sequence: decoding.Sequence, configuration: Configuration) -> Times:
         """Milliseconds of each part; empties the cache."""
-        turn = turn_times(engine, self.prompt, self.reply)
+        turn = turn_times(sequence, self.prompt, self.reply)
         times = {PREFILL: turn.prompt_ms / self.prompt}
         if not self.reply:
             return times
         times[DECODE] = turn.reply_ms / self.reply
         passes: dict[int, float] = {}
         if self.verified:
-            timed = pass_times(engine, self.verified, past=min(_PAST, self.prompt), repeats=_REPEATS)
+            timed = pass_times(sequence, self.verified, past=min(_PAST, self.prompt), repeats=_REPEATS)
             passes = {rows: mean(ms) for rows, ms in timed.items()}
             times[VERIFY] = mean(passes.values())
         times[TURN] = TURN_TOKENS * times[PREFILL] + REPLY_TOKENS * _token_ms(configuration, times[DECODE], passes)
@@ -101,7 +100,7 @@ _FIRST = Work(1, 0)
 
 @dataclass(frozen=True)
 class _Loaded:
-    engine: Engine
+    sequence: decoding.Sequence
     plan: MemoryPlan
 
 
@@ -111,7 +110,7 @@ class Stopwatch:
     def __init__(
         self,
         plan_for: Callable[[TunedSettings], MemoryPlan],
-        make: Callable[[TunedSettings, MemoryPlan], Engine],
+        make: Callable[[TunedSettings, MemoryPlan], decoding.Sequence],
         memory: int,
         visit_ms: float,
     ) -> None:
@@ -125,7 +124,7 @@ class Stopwatch:
         try:
             glance = fitting(_GLANCE, configuration.context)
             # What disturbs only adds, and would make all that follows too short.
-            times = min((glance.visit(usual.engine, configuration) for _ in range(2)), key=lambda each: each[TURN])
+            times = min((glance.visit(usual.sequence, configuration) for _ in range(2)), key=lambda each: each[TURN])
         except BaseException:
             self.close()
             raise
@@ -143,12 +142,12 @@ class Stopwatch:
         work = self._work[task]
         if task != LOADED:
             loaded = self._load(settings)
-            return work.visit(loaded.engine, loaded.plan.configuration)
+            return work.visit(loaded.sequence, loaded.plan.configuration)
         self.close()
         started = time.perf_counter()
         loaded = self._load(settings)
         load_ms = (time.perf_counter() - started) * 1e3
-        times = work.visit(loaded.engine, loaded.plan.configuration)
+        times = work.visit(loaded.sequence, loaded.plan.configuration)
         self.close()
         return {**times, LOAD: load_ms}
 
@@ -170,11 +169,11 @@ class Stopwatch:
         loaded = _Loaded(self._make(settings, plan), plan)
         self._loaded[settings] = loaded
         # The first pass reads the weights' pages in, which belongs to loading.
-        _FIRST.visit(loaded.engine, plan.configuration)
+        _FIRST.visit(loaded.sequence, plan.configuration)
         return loaded
 
     def _drop(self, settings: TunedSettings) -> None:
-        self._loaded.pop(settings).engine.backend.close()
+        self._loaded.pop(settings).sequence.backend.close()
         release_freed()
 
     def close(self) -> None:

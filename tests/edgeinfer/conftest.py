@@ -77,9 +77,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def told_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of which nothing is timed: drafting pays there."""
-    monkeypatch.setattr(device_costs, "measure_passes", lambda backend, **_: PassCosts(((1, 1.0), (32, 1.05))))
+    monkeypatch.setattr(device_costs, "measure_passes", lambda *_, **__: PassCosts(((1, 1.0), (32, 1.05))))
     monkeypatch.setattr(device_costs, "measure_guesses", lambda drafter, context: 1e-6)
-    monkeypatch.setattr(device_costs, "measure_reading", lambda drafter, context: (0, 0.0))
+    monkeypatch.setattr(device_costs, "measure_reading", lambda *_: (0, 0.0))
 
 
 @pytest.fixture

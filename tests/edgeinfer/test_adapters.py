@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,8 +83,9 @@ def test_adapters_share_passes(model: edgeinfer.Model) -> None:
     alone = {name: ids(model, name) for name in ("wild", None, "odd")}
     order = ["odd", None, "wild", "wild", "odd", None]
     with closing(model.reply_batch(4)) as batch:
-        found = batch.run([partial(ids, model, name) for name in order])
-    assert found == [alone[name] for name in order]
+        given: dict[str, Any] = {"max_tokens": 24}
+        found = batch.run([partial(model.stream, PROMPT, adapter=name, **given) for name in order])
+    assert [reply.token_ids for reply in found] == [alone[name] for name in order]
 
 
 def test_adapters_that_are_not_there_are_refused(model: edgeinfer.Model, adapters: dict[str, Path]) -> None:

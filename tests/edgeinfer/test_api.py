@@ -417,7 +417,7 @@ def test_another_thread_cannot_end_a_running_reply(model: edgeinfer.Model) -> No
 def test_a_reply_that_failed_does_not_block_other_threads(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with load_eager(small_bundle) as model:
         with monkeypatch.context() as patch:
-            patch.setattr(model._parts.engine.backend, "forward", broken)
+            patch.setattr(model._parts.backend, "forward", broken)
             (failed,) = in_thread(lambda: model.generate(BEGINNING, max_tokens=2))
         assert isinstance(failed, BackendError) and "broke" in failed.message
         assert len(model.generate(BEGINNING, max_tokens=2, ignore_eos=True).token_ids) == 2

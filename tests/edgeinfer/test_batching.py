@@ -9,7 +9,7 @@ import math
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgeinfer
-from edgeinfer import Model, ReplyBatch, Result, Slot, TokenStream
+from edgeinfer import Model, ReplyBatch, Result, TokenStream
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.core.errors import CapabilityError, ContextLengthError, UnshareableError, UsageError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PreemptedError
+from edgeinfer.runtime.backends.contract import Pass, PassResult, PreemptedError
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.decoding.scheduler import RowRequest, SequenceTask
 from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
@@ -34,6 +34,7 @@ from edgeinfer.runtime.paging.pool import PagePool
 from tests.cache import export_checkpoint, made
 from tests.cli import TIME_LIMIT, python
 from tests.factories import make_checkpoint
+from tests.runtime.test_sequence import TableBackend
 from tests.speculation import load_eager
 from tests.waiting import wait_until
 
@@ -78,6 +79,9 @@ def alone(model: Model) -> Callable[[int, int], Result]:
     return reply
 
 
+Work = Generator[TokenStream, None, None]
+
+
 class Arrivals:
     """Replies that arrive and leave at given steps of a batch."""
 
@@ -88,15 +92,16 @@ class Arrivals:
         self.streams: dict[int, TokenStream] = {}
 
     def add(self, place: int, prompt: int, options: int) -> None:
-        def work(slot: Slot) -> None:
+        def work() -> Work:
             try:
                 stream = self.model.stream(PROMPTS[prompt], max_tokens=TOKENS, **OPTIONS[options])
                 self.streams[place] = stream
+                yield stream
                 self.results[place] = stream.complete()
             except Exception as error:
                 self.errors.append(error)
 
-        self.batch.add(work)
+        self.batch.add(work())
 
 
 @settings(max_examples=3, deadline=None)
@@ -144,15 +149,15 @@ def test_a_search_that_gives_its_pages_to_others_finds_the_same(monkeypatch: pyt
     monkeypatch.setattr(SequenceTask, "fail", failing)
     with load_eager(context=256, remember=False) as model:
 
-        def plain() -> Result:
-            return model.generate(STORY * 6 + "Tom", max_tokens=100, ignore_eos=True)
+        def plain() -> TokenStream:
+            return model.stream(STORY * 6 + "Tom", max_tokens=100, ignore_eos=True)
 
         for options in OPTIONS[4:]:
 
-            def searched(given: dict[str, Any] = options) -> Result:
-                return model.generate("Lily. " + STORY * 4, max_tokens=30, ignore_eos=True, **given)
+            def searched(given: dict[str, Any] = options) -> TokenStream:
+                return model.stream("Lily. " + STORY * 4, max_tokens=30, ignore_eos=True, **given)
 
-            expected = [plain(), searched()]
+            expected = [plain().complete(), searched().complete()]
             with contextlib.closing(model.reply_batch(2)) as batch:
                 found = batch.run([plain, searched])
             assert [reply.token_ids for reply in found] == [reply.token_ids for reply in expected]
@@ -196,11 +201,11 @@ def test_a_reply_moves_into_company_and_stays_what_it_is(model: Model) -> None:
     with contextlib.closing(model.reply_batch(2)) as batch:
         other = Arrivals(batch, model)
 
-        def go_on(slot: Slot) -> None:
-            stream.move(slot.parts, slot.turns)
+        def go_on() -> Work:
+            yield batch.join(stream)
             said.extend(token for chunk in stream for token in chunk.token_ids)
 
-        batch.add(go_on)
+        batch.add(go_on())
         other.add(0, 1, 0)
         while batch.step():
             pass
@@ -237,19 +242,18 @@ def test_a_batch_of_one_reply_hears_who_wants_to_join(model: Model) -> None:
 
 
 def test_an_interrupt_ends_all_replies_and_leaves_the_model_usable(model: Model) -> None:
-    seen = 0
+    streams, seen = list[TokenStream](), 0
 
-    def tell(slot: Slot) -> None:
-        nonlocal seen
-        with contextlib.suppress(UsageError):
-            for _ in model.stream(PROMPTS[0], max_tokens=TOKENS):
-                seen += 1
+    def tell() -> Work:
+        streams.append(model.stream(PROMPTS[0], max_tokens=TOKENS))
+        yield streams[-1]
 
     batch = model.reply_batch(4)
     for _ in range(3):
-        batch.add(tell)
+        batch.add(tell())
     while seen < 6:
         batch.step()
+        seen += sum(len(stream.take()) for stream in streams)
     batch.close()
     assert batch.running == 0
     assert model.generate(PROMPTS[0], max_tokens=4).usage.completion_tokens == 4
@@ -293,7 +297,7 @@ options = {"temperature": 1.0, "repetition_penalty": 1.1, "max_tokens": 24}
 with edgeinfer.load(sys.argv[1], parallel=8, context=256, threads=1, speculation="off", remember=False) as model:
     batch = model.reply_batch(8)
     for prompt in prompts:
-        batch.add(lambda slot, prompt=prompt: model.generate(prompt, seed=prompt[0], **options))
+        batch.add(model.stream(given, seed=given[0], **options) for given in [prompt])
     while batch.step():
         most = max(most, process_memory().anonymous)
     batch.close()
@@ -326,11 +330,11 @@ def test_what_drafts_for_replies_side_by_side_is_planned() -> None:
     options: dict[str, Any] = {"context": 1024, "speculation": "copy,ngram,recycle"}
     with load_eager(**options, parallel=8, remember=False) as model, contextlib.closing(model.reply_batch(8)) as batch:
 
-        def reply(slot: Slot) -> None:
-            model.generate(prompts.pop(), max_tokens=8, ignore_eos=True)
+        def reply() -> Work:
+            yield model.stream(prompts.pop(), max_tokens=8, ignore_eos=True)
 
         for _ in range(8):
-            batch.add(reply)
+            batch.add(reply())
         while batch.step():
             most = max(most, model._parts.speculator.nbytes)
         planned = model.plan.terms["drafting"]
@@ -342,14 +346,14 @@ def test_a_pass_that_is_cut_reads_and_gives_all_that_a_whole_one_does() -> None:
     cache = PagedCache(PagePool(PageLayout.of(Geometry(6, 3, 1, 1, 4, 8), "float32"), 1), 8)
     states = np.eye(6, 3)
     given: dict[str, Any] = {"hidden": states.astype(np.float32), "tapped": 2 * states.astype(np.float32)}
-    request = RowRequest(cache, ForwardInput(np.arange(6), np.arange(6), np.array([1, 5]), **given))
-    read, buffers = list[ForwardInput](), np.zeros((3, 2, 2), np.float32)
+    request = RowRequest(TableBackend(), cache, Pass(np.arange(6), np.arange(6), np.array([1, 5]), **given))
+    read, buffers = list[Pass](), np.zeros((3, 2, 2), np.float32)
     for start in (0, 2, 4):
         request.keep()
         read.append(request.next_rows(2))
         buffers += 1 + start  # what the passes before gave in views
         experts = np.full((1, 2, 1), start)
-        request.take(ForwardOutput(buffers[0][: len(read[-1].rows)], buffers[1], experts, buffers[2]), 2)
+        request.take(PassResult(buffers[0][: len(read[-1].rows)], buffers[1], experts, buffers[2]), 2)
     for name, whole in given.items():
         assert np.array_equal(np.concatenate([getattr(part, name) for part in read]), whole)
     output = request.output()
@@ -381,20 +385,18 @@ def test_a_pass_has_the_rows_of_drafts_that_are_worth_most(
     assert worth(chosen) == pytest.approx(best)
 
 
-def reply(model: Model, results: dict[str, Result], prompt: str, tokens: int) -> Callable[[Slot], None]:
+def reply(model: Model, results: dict[str, Result], prompt: str, tokens: int) -> Work:
     """What makes a reply and notes it by its prompt."""
-
-    def work(slot: Slot) -> None:
-        results[prompt] = model.generate(prompt, max_tokens=tokens, ignore_eos=True)
-
-    return work
+    stream = model.stream(prompt, max_tokens=tokens, ignore_eos=True)
+    yield stream
+    results[prompt] = stream.result
 
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_moment_ends_all_replies(model: Model) -> None:
     """Before each of the instructions by which replies are let go on and ended."""
     before, results = threading.active_count(), dict[str, Result]()
-    for place in itertools.count(1, 5):
+    for place in itertools.count(1, 13):
         batch = model.reply_batch(2)
         for prompt in COMPANY:
             batch.add(reply(model, results, prompt, 24))
@@ -412,9 +414,9 @@ def test_an_interrupt_at_any_moment_ends_all_replies(model: Model) -> None:
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt before one of the instructions by which a scheduler and its tasks take turns."""
+    """Raises KeyboardInterrupt before one of the instructions by which a scheduler lets its tasks go on."""
 
-    WATCHED = frozenset({"step", "close", "_resume", "_go_on", "resume", "finish_turn", "_wake"})
+    WATCHED = frozenset({"step", "close", "_run_together", "_resume", "_wait", "advance", "collect"})
 
     def __init__(self, place: int) -> None:
         self.place, self.seen, self.came = place, 0, False

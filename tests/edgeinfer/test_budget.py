@@ -55,7 +55,7 @@ class Pressure:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.used = 0
         monkeypatch.setattr(ledgers, "process_memory", lambda: ProcessMemory(self.used, self.used, self.used, 0))
-        monkeypatch.setattr(ledgers, "_INTERVAL", 0.0)
+        monkeypatch.setattr(ledgers, "LOOK_S", 0.0)
 
 
 def under(model: edgeinfer.Model, budget: int) -> edgeinfer.Model:
@@ -283,7 +283,7 @@ def test_plans_reckon_with_the_drafters_that_are_asked(tmp_path: Path) -> None:
         config = LoadConfig()
         subject = open_model(path, config)
         priors = priors_of(subject, TunedDrafting())
-        with known_costs(kept=True), load_eager(path) as model, model._idle() as parts:
+        with known_costs(kept=True), load_eager(path) as model, model._replies.idle() as parts:
             asked = set(parts.speculator.auto) - {"forced"}
         assert set(priors) == asked >= expected, path
         assert all(0 < prior.accepted < 1 and (prior.tables or prior.share > 0) for prior in priors.values())

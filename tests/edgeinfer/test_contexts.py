@@ -58,7 +58,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[edgeinfer.Mod
 
 
 def cache_of(model: edgeinfer.Model) -> PagedCache:
-    found = model._parts.engine.backend.cache
+    found = model._parts.sequence.cache
     assert isinstance(found, PagedCache)
     return found
 
@@ -149,11 +149,11 @@ def test_replies_side_by_side_are_those_one_after_the_other(
     """Contexts without a file yet, together with other replies and alone."""
     with edgeinfer.load(small_bundle, threads=1, parallel=3) as model:
 
-        def reply(chosen: Sequence[Path], prompt: str) -> edgeinfer.Result:
+        def reply(chosen: Sequence[Path], prompt: str) -> edgeinfer.TokenStream:
             if not chosen:
-                return model.generate(prompt, **OPTIONS)
+                return model.stream(prompt, **OPTIONS)
             kept = [edgeinfer.Context(path, rows=path.with_suffix(f".{len(chosen)}")) for path in chosen]
-            return model.with_contexts(kept).generate(prompt, **OPTIONS)
+            return model.with_contexts(kept).stream(prompt, **OPTIONS)
 
         asked = [(files, "And then"), ((), "And then"), (files[:1], "The dog"), (files[1:], "And then"), ((), "A")]
         with closing(model.reply_batch(3)) as batch:
@@ -161,7 +161,7 @@ def test_replies_side_by_side_are_those_one_after_the_other(
         evaluated = [None if each.contexts is None else each.contexts.evaluated > 0 for each in together]
         assert evaluated == [True, None, True, True, None]
         for (chosen, prompt), found in zip(asked, together, strict=True):
-            assert reply(chosen, prompt).token_ids == found.token_ids
+            assert reply(chosen, prompt).complete().token_ids == found.token_ids
         assert asyncio.run(_sent(model, files)) == model.with_contexts(files).chat().send("Hello", **OPTIONS).text
 
 

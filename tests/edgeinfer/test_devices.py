@@ -121,7 +121,7 @@ def test_a_first_pass_that_fails_leaves_the_model_to_the_cpu(
         if not self._device.on_cpu:
             if wrong == "failure":
                 raise BackendError("it does not work")
-            out.logits[:] = np.nan
+            out[0].logits[:] = np.nan
         return out
 
     monkeypatch.setattr(OnnxBackend, "forward", spoilt)

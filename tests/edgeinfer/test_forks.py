@@ -143,7 +143,7 @@ expected = model.generate("Once", max_tokens=3).text
 holds, over = threading.Event(), threading.Event()
 
 def hold():
-    with model._lifecycle._lock, model._turns._lock:
+    with model._lifecycle._lock, model._replies.turns._lock:
         holds.set()
         over.wait()
 

@@ -172,7 +172,7 @@ def test_a_reply_cancelled_by_another_thread(
 
         return forward
 
-    backend = tales._parts.engine.backend
+    backend = tales._parts.backend
     with monkeypatch.context() as patch:
         patch.setattr(backend, "forward", cancelled_within(backend.forward))
         rest = list(stream)
@@ -209,7 +209,7 @@ class PassClock:
 def test_figures_of_a_reply(tales: edgeinfer.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, small = PassClock(), tales._parts.speculator.parts.model
     assert small is not None
-    for backend in (tales._parts.engine.backend, small):
+    for backend in (tales._parts.backend, small):
         monkeypatch.setattr(backend, "forward", clock.counted(backend.forward))
     monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
     monkeypatch.setattr(time, "perf_counter_ns", clock.perf_counter_ns)

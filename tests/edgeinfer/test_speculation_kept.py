@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import edgeinfer
 from edgeinfer.core.errors import CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, KVCache
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.profile import device_profile
 from edgeinfer.runtime.speculation import costs as device_costs
@@ -229,7 +229,7 @@ def test_a_cache_that_cannot_be_written(
 def even_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuning takes all blocks to cost the same."""
 
-    def costs(backend: Backend) -> BlockCosts:
+    def costs(backend: Backend, _: KVCache) -> BlockCosts:
         blocks = 2 * backend.geometry.num_layers
         return BlockCosts(1.0, (1.0,) * blocks, (1.0 + blocks, 1.1 + blocks))
 

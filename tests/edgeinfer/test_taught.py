@@ -31,7 +31,7 @@ from edgeinfer.runtime.research import judge
 from edgeinfer.runtime.research.judge import Mismatch, RightReply, find_mismatches, read_questions
 from edgeinfer.tools import steering as learning
 from edgeinfer.tools import tune_method, tune_steering
-from tests.speculation import BUILTIN, PROMPT, known_costs, needs_builtin
+from tests.speculation import BUILTIN, PROMPT, known_costs, load_eager, needs_builtin
 from tests.tables import each_row
 
 END = 0
@@ -126,7 +126,7 @@ def test_a_judge_that_finds_all_right_leaves_the_draft_and_one_that_finds_nothin
         if verdict is not None:
             arrays = {"weight": np.zeros(size, np.float32), "bias": np.array([verdict], np.float32)}
             add_heads(bundle, Heads("judge", arrays))
-        with known_costs(), edgeinfer.load(bundle, threads=1, remember=False) as model:
+        with load_eager(bundle, remember=False) as model:
             return model.generate(PROMPT, max_tokens=33, ignore_eos=True, **options)
 
     judged = {"speculation": "model", "verification": "judge", "draft_max": 8}

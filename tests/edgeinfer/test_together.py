@@ -133,8 +133,8 @@ def test_whatever_comes_while_the_model_runs(models: Models, folder: Path, first
     text = expected(models.open())
     for second in USES:
         model = models.open()
-        model._parts.engine.forget()
-        backend = model._parts.engine.backend
+        model._parts.sequence.forget()
+        backend = model._parts.backend
         held = Held(backend.forward)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backend, "forward", held)
@@ -223,7 +223,7 @@ def test_replies_end_when_nobody_waits_for_them(model: edgeinfer.Model) -> None:
     async def cancelled() -> None:
         task = asyncio.create_task(model.agenerate(STORY, **LONG))
         waiting = asyncio.create_task(model.agenerate(STORY, **LONG))
-        while not task.done() and model._turns._running is None:
+        while not task.done() and model._replies.turns._running is None:
             await asyncio.sleep(0)
         for one in (waiting, task):
             one.cancel()
@@ -290,7 +290,7 @@ def test_replies_side_by_side_share_passes_and_are_what_they_are_alone(monkeypat
     prompts = [STORY * copies + end for copies in (0, 1, 4) for end in ("Tom had", "One day", "The cat")]
     options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.8, "seed": 1}
     sequences: list[int] = []  # of each pass
-    held, free, evaluate = threading.Event(), threading.Event(), PagedBackend.forward_checked
+    held, free, evaluate = threading.Event(), threading.Event(), PagedBackend.forward
     free.set()
 
     def counted(self: PagedBackend, inputs: Any) -> Any:
@@ -304,7 +304,7 @@ def test_replies_side_by_side_share_passes_and_are_what_they_are_alone(monkeypat
         alone = [model.generate(prompt, **options).token_ids for prompt in prompts]
         chats = [model.chat(), model.chat()]
         talks = [[chat.send(text, **SHORT).text for text in ("Hello", "And now?")] for chat in chats]
-        monkeypatch.setattr(PagedBackend, "forward_checked", counted)
+        monkeypatch.setattr(PagedBackend, "forward", counted)
 
         async def together() -> list[Any]:
             return await asyncio.gather(
@@ -352,7 +352,7 @@ def test_replies_side_by_side_share_passes_and_are_what_they_are_alone(monkeypat
 @pytest.mark.slow
 @pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
 def test_a_model_that_is_closed_ends_replies_that_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, closed, evaluate = threading.Event(), threading.Event(), PagedBackend.forward_checked
+    shared, closed, evaluate = threading.Event(), threading.Event(), PagedBackend.forward
 
     def held(self: PagedBackend, inputs: Any) -> Any:
         if len(inputs) == 3:
@@ -360,7 +360,7 @@ def test_a_model_that_is_closed_ends_replies_that_share_passes(monkeypatch: pyte
             assert closed.wait(60)
         return evaluate(self, inputs)
 
-    monkeypatch.setattr(PagedBackend, "forward_checked", held)
+    monkeypatch.setattr(PagedBackend, "forward", held)
     model = edgeinfer.load(context=512, threads=1, parallel=4, remember=False)
 
     async def ask() -> list[edgeinfer.Result]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def test_what_is_evaluated_once_is_not_evaluated_again(tales: edgeinfer.Model) -
         for stream in streams:
             next(stream)
             parts = tales._parts
-            evaluated += parts.engine.prefill.evaluated
+            evaluated += parts.sequence.prefill.evaluated
             stream.pause()
     # Of each turn but the first the one token that was not fed yet, and of each prompt what no other shares.
     prompts = sum(len(tales.tokenize(prompt)) for prompt in PROMPTS)
@@ -119,8 +119,8 @@ def test_what_is_evaluated_once_is_not_evaluated_again(tales: edgeinfer.Model) -
 @needs_builtin
 def test_a_prompt_taken_in_piece_by_piece(tales: edgeinfer.Model) -> None:
     alone = tales.generate(PROMPTS[2], max_tokens=20)
-    tales._parts.engine.evict_prefixes()
-    tales._parts.engine.forget()
+    tales._parts.sequence.evict_prefixes()
+    tales._parts.sequence.forget()
     stream, other = started(tales, PROMPTS[2], max_tokens=20), started(tales, PROMPTS[0], max_tokens=20)
     pieces = 0
     while not stream.prepare(8):
@@ -178,12 +178,17 @@ def test_a_reply_can_be_paused_where_its_text_can_be_evaluated_again() -> None:
         with contextlib.closing(model.reply_batch(2)) as batch:
             found: list[tuple[int, ...]] = []
 
-            def go_on(slot: edgeinfer.Slot) -> None:
-                stream.move(slot.parts, slot.turns)
+            def going_on() -> Generator[TokenStream, None, None]:
+                yield batch.join(stream)
                 found.append(stream.complete().token_ids)
 
-            batch.add(go_on)
-            batch.add(lambda slot: found.append(model.generate(PROMPTS[1], max_tokens=12).token_ids))
+            def other() -> Generator[TokenStream, None, None]:
+                began = model.stream(PROMPTS[1], max_tokens=12)
+                yield began
+                found.append(began.complete().token_ids)
+
+            batch.add(going_on())
+            batch.add(other())
             while batch.step():
                 pass
         assert sorted(found) == sorted(expected)

@@ -312,7 +312,7 @@ def test_a_timer_that_goes_off_within_a_pass_changes_nothing(
     left: edgeinfer.Model, timers: Timers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = left.generate(PROMPT, **OPTIONS).token_ids
-    backend, goings_off = left._parts.engine.backend, []
+    backend, goings_off = left._parts.backend, []
     forward = backend.forward
 
     def interrupted(*arguments: Any) -> Any:

@@ -23,8 +23,9 @@ from edgeinfer.core.errors import CheckpointError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.calibration_text import builtin_text, read_builtin_text, read_calibration_text
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from tests.alone import Alone
 from tests.factories import make_checkpoint, make_tokenizer
 from tests.tables import each_row
 
@@ -54,7 +55,7 @@ def logits_error(model: Any, bundle: Bundle, tokens: NDArray[np.int64]) -> float
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
     places = np.arange(len(tokens))
-    ours = ReferenceBackend(bundle, len(tokens)).forward(ForwardInput(tokens, places, places)).logits
+    ours = Alone(ReferenceBackend(bundle, len(tokens)), len(tokens)).forward(Pass(tokens, places, places)).logits
     return float(np.mean((ours - theirs) ** 2))
 
 

@@ -24,9 +24,10 @@ from edgeinfer.core.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.nn.arithmetic import rope_tables
-from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import ExpertChoice, Pass, PassResult
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from tests.alone import Alone
 from tests.cache import made
 from tests.export.passes import TOKENS, feeds, pool
 from tests.factories import MIXTURES, make_block_ffn_checkpoint, make_checkpoint
@@ -74,9 +75,9 @@ def kinds(bundle: Bundle) -> Counter[str]:
 def distance(bundle: Bundle, **options: Any) -> float:
     """How far the kernel's logits are from the reference's, which computes without rounding activations."""
     require_kernel()
-    given = ForwardInput(TOKENS, ROWS, ROWS, **options)
-    wanted = ReferenceBackend(bundle, CAPACITY).forward(given).logits
-    found = PagedBackend(bundle, CAPACITY).forward(given).logits
+    given = Pass(TOKENS, ROWS, ROWS, **options)
+    wanted = Alone(ReferenceBackend(bundle, CAPACITY), CAPACITY).forward(given).logits
+    found = Alone(PagedBackend(bundle, CAPACITY), CAPACITY).forward(given).logits
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
@@ -161,8 +162,8 @@ class Graph:
         return logits, ids
 
 
-def reference(bundle: Bundle, **options: Any) -> ForwardOutput:
-    return ReferenceBackend(bundle, CAPACITY).forward(ForwardInput(TOKENS, ROWS, ROWS, **options))
+def reference(bundle: Bundle, **options: Any) -> PassResult:
+    return Alone(ReferenceBackend(bundle, CAPACITY), CAPACITY).forward(Pass(TOKENS, ROWS, ROWS, **options))
 
 
 def distance_of(actual: Array, wanted: Array) -> float:

@@ -22,16 +22,19 @@ from edgeinfer.export.training.routers import RoutersOptions
 from edgeinfer.export.training.text import TokenFile, write_tokens
 from edgeinfer.export.training.trainer import Trainer, TrainOptions
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.research.heads import StateDrafter
 from edgeinfer.runtime.research.hydra import HydraDrafter
 from edgeinfer.runtime.research.medusa import MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Round, Verdict
+from tests.alone import Alone
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
 from tests.runtime.speculation.drafters.models import context
+from tests.runtime.speculation.drafters.rounds import guesses_of
 from tests.tables import each_row
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -90,43 +93,51 @@ def test_heads_learn_what_the_target_says(target: Target, text: TokenFile, kind:
     check_recorded(f"heads-{kind}", {"losses": losses, "agreement": right, "squares": sizes}, rel=5e-3)
 
 
+def medusa(backend: Alone[Any], heads: Heads) -> StateDrafter:
+    return MedusaDrafter(backend.model, backend.cache, heads)
+
+
+def hydra(backend: Alone[Any], heads: Heads) -> StateDrafter:
+    return HydraDrafter(backend.model, heads)
+
+
 @each_row(
     ("kind", "drafting", "tokens"),
-    [("medusa", MedusaDrafter, 40), ("medusa", MedusaDrafter, None), ("hydra", HydraDrafter, 40)],
+    [("medusa", medusa, 40), ("medusa", medusa, None), ("hydra", hydra, 40)],
 )
 def test_heads_that_draft_are_those_that_were_trained(
     target: Target,
     text: TokenFile,
     bundle: Bundle,
     kind: str,
-    drafting: Callable[[Backend, Heads], StateDrafter],
+    drafting: Callable[[Alone[Any], Heads], StateDrafter],
     tokens: int | None,
 ) -> None:
     task = replace(KINDS[kind], tokens=tokens).task(target, (text,))
     train(task)
     found = read_heads(add_heads(bundle.path, task.heads({"text": "a rule"})), kind)
     assert found is not None and found.notes == {"text": "a rule"}
-    backend = ReferenceBackend(bundle, 64)
+    backend = Alone(ReferenceBackend(bundle, 64), 64)
     guesser = drafting(backend, found)
     # The last token is one that is not guessed, and so unknown to Hydra.
     said = [*TEXT[:10], 300]
-    output = backend.forward(ForwardInput(np.array(said[:-1]), np.arange(10), np.array([9])))
+    output = backend.forward(Pass(np.array(said[:-1]), np.arange(10), np.array([9])))
     assert output.hidden is not None
     guesser.begin(said)
     now, drafted = context(said), [5, 12]
-    assert not guesser.guesses(now, [], 1)
+    assert not guesses_of(guesser, now, [], 1)
     guesser.observe(shown(output.hidden[-1:]))
     with torch.no_grad():
         following = torch.tensor([[*said[1:], *drafted]])
         states, _ = task._states(torch.tensor([said[:-1]]))
         for head in range(3):
             guessed = task._guess(head, states[:, -1:], following[:, 9:])[0, 0]
-            logits = guesser._logits(now, drafted[:head])
+            logits = run_alone(guesser._logits(now, drafted[:head]))
             assert logits is not None
             expected = (guessed @ task._rows.T).numpy()
             np.testing.assert_allclose(logits[task._tokens.numpy()], expected, rtol=2e-2, atol=5e-3)
             assert np.isneginf(np.delete(logits, task._tokens.numpy())).all()
-    assert not guesser.guesses(now, [5, 12, 19], 1)
+    assert not guesses_of(guesser, now, [5, 12, 19], 1)
     assert backend.cache.length == 10
 
 

@@ -11,9 +11,10 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.quant.policy import QuantPlan, QuantScheme, formats_for
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from tests.alone import Alone
 from tests.factories import make_checkpoint
 
 TOKENS = np.random.default_rng(0).integers(0, 320, 12)
@@ -33,7 +34,10 @@ def test_what_plans_may_choose_runs(width: int, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(QuantPlan, "scheme", forced)
         made = f"{scheme.kind or 'own'}-{scheme.bits}-{scheme.block_size}"
         bundle = open_bundle(export_checkpoint(tmp_path / "in", tmp_path / made, config))
-        given = ForwardInput(TOKENS, np.arange(len(TOKENS)), np.arange(len(TOKENS)))
-        expected, found = (b.forward(given).logits for b in (ReferenceBackend(bundle, 16), PagedBackend(bundle, 16)))
+        given = Pass(TOKENS, np.arange(len(TOKENS)), np.arange(len(TOKENS)))
+        expected, found = (
+            b.forward(given).logits
+            for b in (Alone(ReferenceBackend(bundle, 16), 16), Alone(PagedBackend(bundle, 16), 16))
+        )
         error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
         assert np.median(error) < 0.06, (made, error)

@@ -27,8 +27,9 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.optimum_route import quantize_graph
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.quant.policy import QuantPolicy
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
+from tests.alone import Alone
 from tests.factories import make_tokenizer
 from tests.tables import each_row
 
@@ -94,9 +95,9 @@ def exported(request: pytest.FixtureRequest, optimum: None, tmp_path_factory: py
     return Exported(model, open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", FLOAT)))
 
 
-def feed(backend: ConcatBackend, tokens: NDArray[np.int64], rows: list[int]) -> NDArray[np.float32]:  # (R, V)
+def feed(backend: Alone[ConcatBackend], tokens: NDArray[np.int64], rows: list[int]) -> NDArray[np.float32]:  # (R, V)
     positions = np.arange(backend.cache.length, backend.cache.length + len(tokens))
-    return backend.forward(ForwardInput(tokens, positions, np.array(rows, np.int64))).logits.copy()
+    return backend.forward(Pass(tokens, positions, np.array(rows, np.int64))).logits.copy()
 
 
 @pytest.mark.optimum
@@ -119,7 +120,7 @@ def test_manifest(exported: Exported) -> None:
 @pytest.mark.optimum
 @pytest.mark.parametrize("sizes", [[11], [1] * 11, [4, 1, 6], [10, 1]])
 def test_logits_match_transformers(exported: Exported, sizes: list[int]) -> None:
-    expected, backend, start = exported.logits(TOKENS), ConcatBackend(exported.bundle, 16), 0
+    expected, backend, start = exported.logits(TOKENS), Alone(ConcatBackend(exported.bundle, 16), 16), 0
     for size in sizes:
         got = feed(backend, TOKENS[start : start + size], list(range(size)))
         assert np.abs(got - expected[start : start + size]).max() <= TOLERANCE
@@ -128,7 +129,7 @@ def test_logits_match_transformers(exported: Exported, sizes: list[int]) -> None
 
 @pytest.mark.optimum
 def test_logits_match_after_rolling_back(exported: Exported) -> None:
-    expected, backend = exported.logits(TOKENS), ConcatBackend(exported.bundle, 16)
+    expected, backend = exported.logits(TOKENS), Alone(ConcatBackend(exported.bundle, 16), 16)
     feed(backend, TOKENS[:5], [])
     feed(backend, np.array([9, 8, 7, 6]), [3])
     backend.cache.trim(7)
@@ -148,7 +149,7 @@ def test_sliding_window_bounds_the_context(optimum: None, tmp_path: Path) -> Non
     model = save_random(tmp_path / "checkpoint", "Mistral", **settings)
     bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", FLOAT))
     assert bundle.manifest.geometry.max_positions == 8
-    backend, expected = ConcatBackend(bundle, 8), Exported(model, bundle).logits(TOKENS[:8])
+    backend, expected = Alone(ConcatBackend(bundle, 8), 8), Exported(model, bundle).logits(TOKENS[:8])
     feed(backend, TOKENS[:5], [])
     assert np.abs(feed(backend, TOKENS[5:8], [0, 1, 2]) - expected[5:]).max() <= TOLERANCE
 
@@ -225,7 +226,7 @@ def test_quantized_weights(optimum: None, tmp_path: Path, kind: str, group_size:
         assert bundle.manifest.export["bits"] == bits
         sizes.append(bundle.manifest.files["model.onnx_data"].bytes)
         expected = Exported(model, bundle).logits(TOKENS)
-        got = feed(ConcatBackend(bundle, 16), TOKENS, list(range(len(TOKENS))))
+        got = feed(Alone(ConcatBackend(bundle, 16), 16), TOKENS, list(range(len(TOKENS))))
         errors.append(float(np.abs(got - expected).mean() / expected.std()))
     assert errors[0] < 0.02
     assert errors[0] < errors[1] < errors[2] < 1

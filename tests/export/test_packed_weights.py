@@ -16,10 +16,11 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from tests.alone import Alone
 from tests.export.packed import make_mxfp4
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
@@ -33,7 +34,7 @@ ROWS = np.arange(len(TOKENS))
 def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     model = make_mxfp4(tmp_path / "checkpoint")
     bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32)))
-    found = ReferenceBackend(bundle, 16).forward(ForwardInput(TOKENS, ROWS, ROWS)).logits
+    found = Alone(ReferenceBackend(bundle, 16), 16).forward(Pass(TOKENS, ROWS, ROWS)).logits
     assert np.abs(found - expected_logits(model, TOKENS)).max() <= 1e-4
 
 
@@ -50,9 +51,9 @@ def test_mxfp4_is_kept_as_it_is(layout: Layout, tmp_path: Path) -> None:
     np.testing.assert_array_equal(bundle.tensor("layers.1.mlp.experts.3.down"), experts.down_proj[3].T.detach().numpy())
     (entry,) = (t for t in bundle.manifest.tensors if t.name == "layers.1.mlp.experts.3.down")
     assert (entry.bits, entry.e2m1) == ((4, True) if layout == NATIVE else (8, False))
-    given = ForwardInput(TOKENS, ROWS, ROWS)
-    wanted = ReferenceBackend(bundle, 16).forward(given).logits
-    for backend in (PagedBackend(bundle, 16), OnnxBackend(bundle, 16)):
+    given = Pass(TOKENS, ROWS, ROWS)
+    wanted = Alone(ReferenceBackend(bundle, 16), 16).forward(given).logits
+    for backend in (Alone(PagedBackend(bundle, 16), 16), Alone(OnnxBackend(bundle, 16), 16)):
         error = np.linalg.norm(backend.forward(given).logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
         assert np.median(error) <= 0.06
 
@@ -103,7 +104,7 @@ def make_fp8(folder: Path, whole: bool) -> Any:
 def test_fp8_is_read_with_its_scales(whole: bool, tmp_path: Path) -> None:
     model = make_fp8(tmp_path / "checkpoint", whole)
     bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32)))
-    found = ReferenceBackend(bundle, 16).forward(ForwardInput(TOKENS, ROWS, ROWS)).logits
+    found = Alone(ReferenceBackend(bundle, 16), 16).forward(Pass(TOKENS, ROWS, ROWS)).logits
     assert np.abs(found - expected_logits(model, TOKENS)).max() <= 1e-4
 
 
@@ -155,8 +156,8 @@ def test_ternary_weights_are_read_and_kept_as_they_are(kind: str, tmp_path: Path
     model = make_bitnet(tmp_path / "checkpoint", kind)
     expected = expected_logits(model, TOKENS)
     floats = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "floats", ExportConfig(bits=32)))
-    given = ForwardInput(TOKENS, ROWS, ROWS)
-    assert np.abs(ReferenceBackend(floats, 16).forward(given).logits - expected).max() <= 1e-4
+    given = Pass(TOKENS, ROWS, ROWS)
+    assert np.abs(Alone(ReferenceBackend(floats, 16), 16).forward(given).logits - expected).max() <= 1e-4
     bundle = open_bundle(
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4, calibration="none"))
     )
@@ -176,7 +177,7 @@ def test_ternary_weights_are_read_and_kept_as_they_are(kind: str, tmp_path: Path
     for module in model.model.layers.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(round_activations)
-    theirs, ours = expected_logits(model, TOKENS), PagedBackend(bundle, 16).forward(given).logits
+    theirs, ours = expected_logits(model, TOKENS), Alone(PagedBackend(bundle, 16), 16).forward(given).logits
     error = np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(theirs, axis=1)
     assert np.median(error) <= 0.06, error
 

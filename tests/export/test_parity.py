@@ -29,9 +29,10 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
 from edgeinfer.nn.arithmetic import attend, inverse_frequencies
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.tuning.measure import TokenScores
+from tests.alone import Alone
 from tests.cache import export_checkpoint
 from tests.export.passes import TOKENS, Runner, expected_logits, rotary_tables
 from tests.factories import make_checkpoint
@@ -66,7 +67,7 @@ def difference(folder: Path, name: str, **settings: Any) -> float:
     model = make_checkpoint(folder / "checkpoint", name, **settings)
     bundle = open_bundle(exporter.export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=32)))
     rows = np.arange(len(TOKENS))
-    found = ReferenceBackend(bundle, 32).forward(ForwardInput(TOKENS, rows, rows)).logits
+    found = Alone(ReferenceBackend(bundle, 32), 32).forward(Pass(TOKENS, rows, rows)).logits
     return float(np.abs(found - expected_logits(model, TOKENS)).max())
 
 
@@ -201,7 +202,7 @@ def check_float_logits(shared: Path, exported: Export, stories: list[str], name:
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
             rows = np.arange(len(part))
-            logits = backend.forward(ForwardInput(part, rows + start, rows)).logits
+            logits = backend.forward(Pass(part, rows + start, rows)).logits
             assert float(np.abs(logits - expected[start : start + len(part)]).max()) <= PARITY
         backend.close()
 

@@ -15,11 +15,12 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+from tests.alone import Alone
 from tests.cache import made
 from tests.factories import make_checkpoint
 
@@ -43,22 +44,23 @@ def make_graph_backend(
     layout: Layout | None = None,
     adapters: dict[str, str] | None = None,
     **options: Any,
-) -> GraphBackend:
-    """The backend of the graph of a layout; None is the stored one."""
+) -> Alone[GraphBackend]:
+    """The backend of the graph of a layout, with a sequence; None is the stored one."""
     if (layout or bundle.manifest.layout) == NATIVE:
         packed = pack_adapters(bundle.manifest, adapters) if adapters else None
-        return PagedBackend(bundle, capacity, adapters=packed, **options)
+        return Alone(PagedBackend(bundle, capacity, adapters=packed, **options), capacity)
     paged = ("kv", "pages", "weighed")
-    return OnnxBackend(bundle, capacity, **{name: value for name, value in options.items() if name not in paged})
+    usable = {name: value for name, value in options.items() if name not in paged}
+    return Alone(OnnxBackend(bundle, capacity, **usable), capacity)
 
 
-def given(tokens: Sequence[int] | Ints, start: int, **how: Any) -> ForwardInput:
+def given(tokens: Sequence[int] | Ints, start: int, **how: Any) -> Pass:
     """A pass over tokens behind so many that the cache holds, whose logits are wanted in all rows."""
     rows = np.arange(len(tokens))
-    return ForwardInput(np.array(tokens, np.int64), start + rows, rows, **how)
+    return Pass(np.array(tokens, np.int64), start + rows, rows, **how)
 
 
-def feed(backend: Backend, tokens: Sequence[int] | Ints, **how: Any) -> Floats:  # (S, V)
+def feed(backend: Alone[Any], tokens: Sequence[int] | Ints, **how: Any) -> Floats:  # (S, V)
     """Feed tokens in one pass and give the logits after each."""
     return backend.forward(given(tokens, backend.cache.length, **how)).logits.copy()
 

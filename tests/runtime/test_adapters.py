@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.array_file import encode_arrays
 from edgeinfer.core.errors import AdapterError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+from tests.alone import Alone
 from tests.cache import made
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, checkpoint_of
@@ -82,19 +83,19 @@ def peft_logits(variant: str, adapter: Path) -> NDArray[np.float32]:  # (S, V)
     return logits
 
 
-def backend_with(variant: str, config: ExportConfig, *adapters: Path) -> PagedBackend:
+def backend_with(variant: str, config: ExportConfig, *adapters: Path) -> Alone[PagedBackend]:
     require_kernel()
     bundle = bundle_of(variant, config, **SHAPES.get(variant, {}))
     packed = pack_adapters(bundle.manifest, {f"a{i}": str(path) for i, path in enumerate(adapters)})
-    return PagedBackend(bundle, 64, adapters=packed, threads=2)
+    return Alone(PagedBackend(bundle, 64, adapters=packed, threads=2), 64)
 
 
-def chain(tokens: NDArray[np.int64], start: int = 0) -> ForwardInput:
+def chain(tokens: NDArray[np.int64], start: int = 0) -> Pass:
     size = len(tokens)
-    return ForwardInput(tokens, np.arange(start, start + size), np.arange(size))
+    return Pass(tokens, np.arange(start, start + size), np.arange(size))
 
 
-def logits_of(backend: PagedBackend, name: str | None) -> NDArray[np.float32]:
+def logits_of(backend: Alone[PagedBackend], name: str | None) -> NDArray[np.float32]:
     backend.cache.clear()
     backend.use_adapter(name)
     return backend.forward(chain(TOKENS)).logits.copy()
@@ -127,9 +128,9 @@ def test_rows_of_several_adapters_share_passes_bit_for_bit(variant: str, setting
     alone = {name: logits_of(backend, name) for name in ("a0", "a1", None)}
     backend.cache.clear()
     sequences = []
-    for place, name in enumerate(alone):
+    for name in alone:
         cache = backend.new_sequence(32)
-        cache.adapter = -1 if name is None else place
+        cache.adapter = name
         sequences.append((cache, name))
     found: dict[str | None, list[NDArray[np.float32]]] = {name: [] for name in alone}
     # Three rows of one with one, two and three of the others, in pieces of different sizes.

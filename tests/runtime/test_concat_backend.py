@@ -26,13 +26,14 @@ from edgeinfer.core.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
-from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.registry import facts_of, make_backend
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
+from tests.alone import Alone, restore
 from tests.runtime.interrupts import within_runs
-from tests.runtime.test_engine import generate
+from tests.runtime.test_sequence import generate
 from tests.tables import each_row
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12
@@ -125,20 +126,20 @@ either = pytest.mark.parametrize("sums", [True, False], ids=["positions", "count
 
 
 @pytest.fixture(scope="module")
-def used(sums: Sums) -> ConcatBackend:
-    return ConcatBackend(sums.bundle, CAPACITY)
+def used(sums: Sums) -> Alone[ConcatBackend]:
+    return Alone(ConcatBackend(sums.bundle, CAPACITY), CAPACITY)
 
 
 @pytest.fixture
-def backend(used: ConcatBackend) -> ConcatBackend:
+def backend(used: Alone[ConcatBackend]) -> Alone[ConcatBackend]:
     """The backend with an empty cache; what tests leave behind its length must not matter."""
     used.cache.trim(0)
     return used
 
 
-def feed(backend: ConcatBackend, tokens: Sequence[int], rows: Sequence[int]) -> NDArray[np.float32]:  # (R, V)
+def feed(backend: Alone[ConcatBackend], tokens: Sequence[int], rows: Sequence[int]) -> NDArray[np.float32]:  # (R, V)
     positions = np.arange(backend.cache.length, backend.cache.length + len(tokens))
-    return backend.forward(ForwardInput(np.array(tokens), positions, np.array(rows, np.int64))).logits.copy()
+    return backend.forward(Pass(np.array(tokens), positions, np.array(rows, np.int64))).logits.copy()
 
 
 def close(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
@@ -151,7 +152,9 @@ chains = st.lists(st.tuples(st.lists(st.integers(0, V - 1), min_size=1, max_size
 @either
 @settings(deadline=None, max_examples=60)
 @given(chain=chains)
-def test_any_chain_of_passes_and_cuts(sums: Sums, used: ConcatBackend, chain: list[tuple[list[int], int]]) -> None:
+def test_any_chain_of_passes_and_cuts(
+    sums: Sums, used: Alone[ConcatBackend], chain: list[tuple[list[int], int]]
+) -> None:
     backend, held = used, list[int]()
     backend.cache.trim(0)
     for tokens, cut in chain:
@@ -168,11 +171,11 @@ def test_any_chain_of_passes_and_cuts(sums: Sums, used: ConcatBackend, chain: li
 
 
 @pytest.mark.parametrize("rows", [[], [2], [0, 1, 2], [0, 2], [2, 0], [1, 1]])
-def test_wanted_rows(sums: Sums, backend: ConcatBackend, rows: list[int]) -> None:
+def test_wanted_rows(sums: Sums, backend: Alone[ConcatBackend], rows: list[int]) -> None:
     assert close(feed(backend, [3, 1, 4], rows), sums.expected([3, 1, 4])[rows].reshape(-1, V))
 
 
-def test_keep_takes_the_first_rows_of_a_pass(sums: Sums, backend: ConcatBackend) -> None:
+def test_keep_takes_the_first_rows_of_a_pass(sums: Sums, backend: Alone[ConcatBackend]) -> None:
     feed(backend, [1, 2], [])
     feed(backend, [3, 4, 5], [])
     backend.cache.keep(2, [0, 1])
@@ -181,7 +184,7 @@ def test_keep_takes_the_first_rows_of_a_pass(sums: Sums, backend: ConcatBackend)
         backend.cache.keep(2, [0, 2])
 
 
-def test_trees_layers_and_hidden_states_are_refused(backend: ConcatBackend) -> None:
+def test_trees_layers_and_hidden_states_are_refused(backend: Alone[ConcatBackend]) -> None:
     extras: list[dict[str, Any]] = [
         {"tree": np.array([-1, -1])},
         {"layer_mask": np.ones(2 * L, np.bool_)},
@@ -189,43 +192,43 @@ def test_trees_layers_and_hidden_states_are_refused(backend: ConcatBackend) -> N
     ]
     for extra in extras:
         with pytest.raises(CapabilityError):
-            backend.forward(ForwardInput(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
+            backend.forward(Pass(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
     assert backend.cache.length == 0
 
 
 @either
-def test_positions_other_than_the_next_ones(sums: Sums, backend: ConcatBackend) -> None:
+def test_positions_other_than_the_next_ones(sums: Sums, backend: Alone[ConcatBackend]) -> None:
     if sums.positions:
-        backend.forward(ForwardInput(np.array([1, 2]), np.array([0, 5]), np.array([1])))
+        backend.forward(Pass(np.array([1, 2]), np.array([0, 5]), np.array([1])))
         assert backend.cache.length == 2
         return
     with pytest.raises(BackendError, match="positions"):
-        backend.forward(ForwardInput(np.array([1, 2]), np.array([0, 5]), np.array([1])))
+        backend.forward(Pass(np.array([1, 2]), np.array([0, 5]), np.array([1])))
     assert backend.cache.length == 0
 
 
-def test_snapshots_come_back(sums: Sums, backend: ConcatBackend) -> None:
+def test_snapshots_come_back(sums: Sums, backend: Alone[ConcatBackend]) -> None:
     feed(backend, [1, 2, 3, 4], [])
     backend.cache.trim(3)
     snapshot = backend.cache.snapshot()
     assert (snapshot.length, snapshot.keys[0].shape) == (3, (H, 3, D))
     feed(backend, [5, 5, 5], [])
-    backend.cache.restore(snapshot)
+    restore(backend.cache, snapshot)
     assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 6])[-1:])
     backend.cache.trim(0)
     for piece in (snapshot.part(0, 1), snapshot.part(1, 3)):
         backend.cache.append(piece)
     assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 6])[-1:])
-    other = ConcatBackend(sums.bundle, 2)
+    other = Alone(ConcatBackend(sums.bundle, 2), 2)
     with pytest.raises(BackendError, match="do not fit"):
-        other.cache.restore(snapshot)
+        restore(other.cache, snapshot)
     with pytest.raises(BackendError, match="another model"):
-        other.cache.restore(CopiedRows(2, (), snapshot.values))
+        restore(other.cache, CopiedRows(2, (), snapshot.values))
     with pytest.raises(BackendError, match="copy"):
         backend.cache.snapshot(3, backend.cache.length + 1)
 
 
-def test_rows_are_rewritten_layer_by_layer(sums: Sums, backend: ConcatBackend) -> None:
+def test_rows_are_rewritten_layer_by_layer(sums: Sums, backend: Alone[ConcatBackend]) -> None:
     feed(backend, [1, 2, 3, 4, 5], [])
     backend.cache.trim(4)
     held, seen = backend.cache.snapshot(), []
@@ -242,7 +245,7 @@ def test_rows_are_rewritten_layer_by_layer(sums: Sums, backend: ConcatBackend) -
     assert close(feed(backend, [6], [0]), sums.expected([1, 2, 6])[-1:])
 
 
-def test_a_bad_edit_empties_the_cache(sums: Sums, backend: ConcatBackend) -> None:
+def test_a_bad_edit_empties_the_cache(sums: Sums, backend: Alone[ConcatBackend]) -> None:
     feed(backend, [1, 2, 3], [])
     with pytest.raises(BackendError, match="An edit of 3 rows"):
         backend.cache.rewrite(lambda layer, keys, values: (keys[:, layer:], values[:, layer:]))
@@ -250,7 +253,7 @@ def test_a_bad_edit_empties_the_cache(sums: Sums, backend: ConcatBackend) -> Non
     assert close(feed(backend, [1, 2], [0, 1]), sums.expected([1, 2]))
 
 
-def test_a_full_cache_and_a_bad_cut_are_refused(backend: ConcatBackend) -> None:
+def test_a_full_cache_and_a_bad_cut_are_refused(backend: Alone[ConcatBackend]) -> None:
     feed(backend, [1] * CAPACITY, [])
     with pytest.raises(BackendError, match="does not fit"):
         feed(backend, [1], [0])
@@ -258,7 +261,7 @@ def test_a_full_cache_and_a_bad_cut_are_refused(backend: ConcatBackend) -> None:
         backend.cache.trim(CAPACITY + 1)
 
 
-def test_the_cache_takes_only_its_rows_bytes(backend: ConcatBackend) -> None:
+def test_the_cache_takes_only_its_rows_bytes(backend: Alone[ConcatBackend]) -> None:
     feed(backend, [1] * 8, [])
     assert backend.nbytes()["kv"] == 8 * GEOMETRY.kv_bytes_per_token()
     backend.cache.trim(3)
@@ -268,7 +271,7 @@ def test_the_cache_takes_only_its_rows_bytes(backend: ConcatBackend) -> None:
     assert backend.nbytes()["kv"] == 0
 
 
-def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: ConcatBackend) -> None:
+def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: Alone[ConcatBackend]) -> None:
     feed(backend, [1, 2], [])
     with within_runs(backend.cancel), pytest.raises(PassCancelledError):
         feed(backend, [3, 4, 5, 6], [])
@@ -283,7 +286,7 @@ def test_the_registry_finds_it(sums: Sums) -> None:
     backend = make_backend(facts, config, configuration)
     assert isinstance(backend, ConcatBackend)
     tokens = [1, 2, 3, 4]
-    for token in generate(Engine(backend, chunk=3), tokens, 3):
+    for token in generate(Text(backend, backend.new_sequence(CAPACITY), chunk=3), tokens, 3):
         assert token == int(sums.expected(tokens)[-1].argmax())
         tokens.append(token)
     assert len(tokens) == 7
@@ -293,4 +296,4 @@ def test_the_registry_finds_it(sums: Sums) -> None:
 def test_graphs_of_another_shape_are_refused(tmp_path: Path, graph: onnx.ModelProto | None, match: str) -> None:
     bundle = make_bundle(tmp_path / "bundle", graph or onnx.ModelProto(), layers=L + 1)
     with pytest.raises(BundleError, match=match):
-        ConcatBackend(bundle, CAPACITY)
+        Alone(ConcatBackend(bundle, CAPACITY), CAPACITY)

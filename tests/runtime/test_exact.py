@@ -16,10 +16,11 @@ from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.bundle.layouts import LAYOUTS
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
+from tests.alone import Alone, restore
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, depths, feed, make_graph_backend
 
@@ -51,7 +52,7 @@ EXPORTS = {
 class Exact:
     """An exact backend and what it gives for TEXT in one pass."""
 
-    backend: GraphBackend
+    backend: Alone[GraphBackend]
     logits: NDArray[np.float32]  # (S, V)
     cache: CacheSnapshot
 
@@ -88,7 +89,7 @@ def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int], wanted: 
     assert same_cache(exact.backend.cache.snapshot(), exact.cache)
     # Nor does it matter which rows are asked for.
     exact.backend.cache.trim(0)
-    few = exact.backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.array(wanted, np.int64))).logits
+    few = exact.backend.forward(Pass(TEXT, np.arange(len(TEXT)), np.array(wanted, np.int64))).logits
     assert np.array_equal(few, exact.logits[wanted])
 
 
@@ -99,7 +100,7 @@ def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     # The next tokens as the main branch, with other branches.
     tokens = np.concatenate([TEXT[CONTEXT : CONTEXT + 5], SIDE])
     places = CONTEXT + np.array(depths(PARENTS))
-    branch = backend.forward(ForwardInput(tokens, places, np.arange(len(tokens)), tree=PARENTS)).logits[:5]
+    branch = backend.forward(Pass(tokens, places, np.arange(len(tokens)), tree=PARENTS)).logits[:5]
     assert np.array_equal(branch, exact.logits[CONTEXT : CONTEXT + 5])
     backend.cache.keep(CONTEXT, [0, 1, 2])
     assert np.array_equal(feed(backend, TEXT[CONTEXT + 3 :]), exact.logits[CONTEXT + 3 :])
@@ -113,9 +114,9 @@ def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     # They come back whole and in pieces.
     first, second = backend.cache.snapshot(0, CONTEXT), backend.cache.snapshot(CONTEXT)
     backend.cache.trim(CONTEXT)
-    backend.cache.restore(exact.cache)
+    restore(backend.cache, exact.cache)
     assert same_cache(backend.cache.snapshot(), exact.cache)
-    backend.cache.restore(first)
+    restore(backend.cache, first)
     backend.cache.append(second)
     assert same_cache(backend.cache.snapshot(), exact.cache)
 
@@ -153,10 +154,10 @@ class Text:
 class Company:
     """A backend, the prompt that all texts begin with, and what chains of their own give."""
 
-    def __init__(self, backend: PagedBackend, prompt: NDArray[np.int64]) -> None:
+    def __init__(self, backend: Alone[PagedBackend], prompt: NDArray[np.int64]) -> None:
         self.backend, self.start = backend, len(prompt)
         backend.cache.clear()
-        backend.forward(ForwardInput(prompt, np.arange(len(prompt)), np.zeros(0, np.int64)))
+        backend.forward(Pass(prompt, np.arange(len(prompt)), np.zeros(0, np.int64)))
         self.prompt = backend.cache.fork()
         self._known: dict[Row, Floats] = {}
 
@@ -167,13 +168,13 @@ class Company:
         """The logits behind the prompt and these tokens, which are evaluated in one pass of their own."""
         if row not in self._known:
             cache, size = self.prompt.fork(), len(row)
-            batch = ForwardInput(np.array(row), self.start + np.arange(size), np.arange(size))
+            batch = Pass(np.array(row), self.start + np.arange(size), np.arange(size))
             (output,) = self.backend.forward_together([(cache, batch)])
             for number in range(size):
                 self._known.setdefault(row[: number + 1], output.logits[number].copy())
         return self._known[row]
 
-    def feed(self, drawn: Sequence[tuple[Text, ForwardInput, list[Row], list[tuple[int, ...]]]]) -> None:
+    def feed(self, drawn: Sequence[tuple[Text, Pass, list[Row], list[tuple[int, ...]]]]) -> None:
         """Evaluates rows of several texts in one pass and compares every one."""
         outputs = self.backend.forward_together([(text.cache, batch) for text, batch, _, _ in drawn])
         logits = [output.logits.copy() for output in outputs]
@@ -201,7 +202,7 @@ def draw(company: Company, text: Text, random: np.random.Generator, size: int) -
         parents.append(parent)
     tokens = np.array([row[-1] for row in rows[first:]])
     positions = np.array([company.start + len(row) - 1 for row in rows[first:]])
-    batch = ForwardInput(tokens, positions, np.arange(size))
+    batch = Pass(tokens, positions, np.arange(size))
     if kind == "tree":
         batch = replace(batch, tree=np.array([parent - first if parent >= first else -1 for parent in parents]))
     return text, batch, rows[first:], places[first:]
@@ -233,7 +234,7 @@ def change(company: Company, texts: list[Text], random: np.random.Generator) -> 
     elif what == "restore":
         kept_rows, kept_places, snapshot = list(text.rows), list(text.places), text.cache.snapshot()
         company.feed([draw(company, text, random, 3)])
-        text.cache.restore(snapshot)
+        restore(text.cache, snapshot)
         text.rows, text.places = kept_rows, kept_places
 
 
@@ -242,17 +243,17 @@ def change(company: Company, texts: list[Text], random: np.random.Generator) -> 
     params=[(model, kv, threads) for model in MODELS for kv in PAGED_KV for threads in (1, 2)],
     ids=lambda p: f"{p[0]}-{p[1]}-threads-{p[2]}",
 )
-def backend(request: pytest.FixtureRequest) -> Iterator[PagedBackend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Alone[PagedBackend]]:
     require_kernel()
     model, kv, threads = request.param
     variant, config, settings = MODELS[model]
     bundle = bundle_of(variant, config, **SIZES, **settings, max_position_embeddings=CAPACITY)
-    backend = PagedBackend(bundle, CAPACITY, threads=threads, kv=kv, pages=200)
+    backend = Alone(PagedBackend(bundle, CAPACITY, threads=threads, kv=kv, pages=200), CAPACITY)
     yield backend
     backend.close()
 
 
-def test_a_row_depends_on_its_path_alone(backend: PagedBackend) -> None:
+def test_a_row_depends_on_its_path_alone(backend: Alone[PagedBackend]) -> None:
     random = np.random.default_rng(23)
     for length in PROMPTS:
         prompt = random.integers(0, VOCABULARY, length)

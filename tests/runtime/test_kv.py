@@ -23,6 +23,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from tests.alone import Alone, restore
 from tests.runtime.models import bundle_of, feed
 from tests.tables import each_row
 
@@ -116,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
         copy, rows = data.draw(st.sampled_from(self.copies))
-        self.cache.restore(copy)
+        restore(self.cache, copy)
         self.expected = list(rows)
         self.start = len(rows)
 
@@ -192,9 +193,9 @@ HALF = [np.zeros((2, 1, 4), np.float16)] * 2
             (lambda cache, rows=rows: cache.keep(2, rows), "Cannot keep")
             for rows in ([1, 0], [1, 1], [-1], [3], [0, 7])
         ),
-        (lambda cache: cache.restore(KVBuffers(Geometry(8, 8, 2, 1, 4, 1000), 10).snapshot()), "another model"),
-        (lambda cache: cache.restore(filled(20).snapshot()), "do not fit"),
-        (lambda cache: cache.restore(CopiedRows(1, HALF, HALF, "float16")), "of float16, this one is of float32"),
+        (lambda cache: cache.append(KVBuffers(Geometry(8, 8, 2, 1, 4, 1000), 10).snapshot()), "another model"),
+        (lambda cache: cache.append(filled(20).snapshot()), "do not fit"),
+        (lambda cache: cache.append(CopiedRows(1, HALF, HALF, "float16")), "of float16, this one is of float32"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(act: Callable[[KVBuffers], None], match: str) -> None:
@@ -259,7 +260,7 @@ def bundle() -> Bundle:
 
 
 def test_a_grown_cache_keeps_its_rows(bundle: Bundle) -> None:
-    whole, parts = (OnnxBackend(bundle, 600) for _ in range(2))
+    whole, parts = (Alone(OnnxBackend(bundle, 600), 600) for _ in range(2))
     expected = feed(whole, TEXT)
     assert np.array_equal(
         np.concatenate([feed(parts, part) for part in np.split(TEXT, [250, 251, 256, 257])]), expected

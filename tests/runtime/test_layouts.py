@@ -22,7 +22,7 @@ from edgeinfer.bundle.writing import MANIFEST, seal
 from edgeinfer.core.errors import BundleError, NativeUnavailableError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.weights import layouts
 from edgeinfer.runtime.weights.layouts import choose_layout, prepare
@@ -153,7 +153,7 @@ def test_the_stored_layout_is_used_in_place(bundles: dict[Layout, Bundle], cache
 def logits(bundle: Bundle, layout: Layout | None = None) -> Floats:
     """Logits of a short text, by the onnx backend."""
     backend = make_graph_backend(bundle, 64, layout=layout)
-    values = backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)))).logits.copy()
+    values = backend.forward(Pass(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)))).logits.copy()
     backend.close()
     return values
 

@@ -17,17 +17,17 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
-from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.paging.codecs import find_row_codec
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
+from tests.alone import Alone
 from tests.runtime.models import make_graph_backend
-from tests.runtime.test_engine import generate
+from tests.runtime.test_sequence import generate
 from tests.speculation import random_bundle
 from tests.tables import each_row
 
@@ -186,11 +186,11 @@ def test_no_memory_for_a_copy_drops_all_and_stops_nobody(caplog: pytest.LogCaptu
     assert cache.match([4, 5, 6]) == 3
 
 
-MAKERS: dict[str, Callable[[Bundle], Backend]] = {
+MAKERS: dict[str, Callable[[Bundle], Alone[Any]]] = {
     "onnx": lambda bundle: make_graph_backend(bundle, 300, pages=64),
     "onnx, int8": lambda bundle: make_graph_backend(bundle, 300, kv="int8", pages=64),
     "onnx, int4": lambda bundle: make_graph_backend(bundle, 300, kv="int4", pages=64),
-    "reference": lambda bundle: ReferenceBackend(bundle, 300),
+    "reference": lambda bundle: Alone(ReferenceBackend(bundle, 300), 300),
 }
 
 
@@ -204,14 +204,14 @@ _FURTHER = [pytest.param(name, marks=pytest.mark.more_cases) for name in MAKERS 
 
 
 @pytest.fixture(scope="module", params=["onnx", *_FURTHER])
-def backend(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Alone[Any]]:
     """The model, run in every way."""
     made = MAKERS[request.param](bundle)
     yield made
     made.close()
 
 
-def conversations(engine: Engine, rounds: int) -> tuple[list[list[int]], list[int]]:
+def conversations(engine: Text, rounds: int) -> tuple[list[list[int]], list[int]]:
     """Greedy replies of three conversations by turns, two of which begin alike, and how much was found each time."""
     chance = np.random.default_rng(7)
     system = chance.integers(2, 300, 60).tolist()
@@ -227,9 +227,9 @@ def conversations(engine: Engine, rounds: int) -> tuple[list[list[int]], list[in
 
 
 @pytest.mark.parametrize("backend", MAKERS, indirect=True)
-def test_replies_equal_recomputed_ones(backend: Backend) -> None:
-    plain, few = conversations(Engine(backend, 16), 3)
-    kept, most = conversations(Engine(backend, 16, prefixes=PrefixCache(UNBOUNDED)), 3)
+def test_replies_equal_recomputed_ones(backend: Alone[Any]) -> None:
+    plain, few = conversations(Text(backend.model, backend.cache, 16), 3)
+    kept, most = conversations(Text(backend.model, backend.cache, 16, prefixes=PrefixCache(UNBOUNDED)), 3)
     assert kept == plain
     assert few[3:] == [0, 60, 0, 0, 60, 0]
     # All but the last token, which is chosen and not fed, and what was asked since.
@@ -237,11 +237,11 @@ def test_replies_equal_recomputed_ones(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("tokens", [10, 70, 150])
-def test_replies_are_the_same_under_any_cap(backend: Backend, tokens: int) -> None:
-    reply(Engine(backend, 16), [2])
+def test_replies_are_the_same_under_any_cap(backend: Alone[Any], tokens: int) -> None:
+    reply(Text(backend.model, backend.cache, 16), [2])
     token = 4 + backend.cache.snapshot(0, 1).nbytes
-    engine = Engine(backend, 16, prefixes=PrefixCache(tokens * token))
-    assert conversations(engine, 3)[0] == conversations(Engine(backend, 16), 3)[0]
+    engine = Text(backend.model, backend.cache, 16, prefixes=PrefixCache(tokens * token))
+    assert conversations(engine, 3)[0] == conversations(Text(backend.model, backend.cache, 16), 3)[0]
     assert 0 < engine.prefix_bytes <= tokens * token
     engine.evict_prefixes(5 * token)
     assert engine.prefix_bytes <= 5 * token
@@ -251,8 +251,14 @@ def test_replies_are_the_same_under_any_cap(backend: Backend, tokens: int) -> No
 def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -> None:
     backend = make_graph_backend(bundle, 96)
 
-    def engine(prefix_bytes: int) -> Engine:
-        return Engine(backend, 16, make_context_shift(name, bundle, backend), PrefixCache(prefix_bytes))
+    def engine(prefix_bytes: int) -> Text:
+        return Text(
+            backend.model,
+            backend.cache,
+            16,
+            make_context_shift(name, bundle, backend.model, backend.cache),
+            PrefixCache(prefix_bytes),
+        )
 
     plain, kept = engine(0), engine(UNBOUNDED)
     assert conversations(kept, 3)[0] == conversations(plain, 3)[0]
@@ -261,16 +267,16 @@ def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -
     backend.close()
 
 
-def test_a_few_lost_tokens_are_not_kept(backend: Backend) -> None:
-    engine = Engine(backend, 16, prefixes=PrefixCache(UNBOUNDED))
+def test_a_few_lost_tokens_are_not_kept(backend: Alone[Any]) -> None:
+    engine = Text(backend.model, backend.cache, 16, prefixes=PrefixCache(UNBOUNDED))
     prompt = list(range(2, 40))
     generate(engine, prompt, 10)
     generate(engine, [*prompt, 99, 98], 10)
     assert engine.prefix_bytes == 0
 
 
-def test_rows_move_from_one_engine_to_another(backend: Backend) -> None:
-    engine, prompt = Engine(backend, 16, prefixes=PrefixCache(UNBOUNDED)), list(range(2, 60))
+def test_rows_move_from_one_engine_to_another(backend: Alone[Any]) -> None:
+    engine, prompt = Text(backend.model, backend.cache, 16, prefixes=PrefixCache(UNBOUNDED)), list(range(2, 60))
     expected = reply(engine, prompt)
     tokens = engine.cached_tokens
     pieces = [backend.cache.snapshot(start, min(start + 10, 77)) for start in range(0, 77, 10)]
@@ -285,10 +291,10 @@ def test_rows_move_from_one_engine_to_another(backend: Backend) -> None:
     assert engine.prefill.cached == 29
 
 
-def test_rows_of_another_model_leave_an_empty_cache(backend: Backend) -> None:
-    engine = Engine(backend, 16)
+def test_rows_of_another_model_leave_an_empty_cache(backend: Alone[Any]) -> None:
+    engine = Text(backend.model, backend.cache, 16)
     reply(engine, [2, 3, 4])
     with pytest.raises(BackendError):
         engine.adopt([1, 2, 3], [rows_of([1, 2, 3])])
     assert engine.cached_tokens == ()
-    assert engine.backend.cache.length == 0
+    assert engine.cache.length == 0

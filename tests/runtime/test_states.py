@@ -22,20 +22,21 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import checkpoint_tensors
 from edgeinfer.quant.calibration_layers import LayerWalk
-from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
-from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, run_alone
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.native.library import LIBRARY
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower
 from edgeinfer.runtime.system.memory import releases_pages
+from tests.alone import Alone, restore
 from tests.runtime.models import bundle_of, checkpoint_of, feed, given
+from tests.windowed import stream_layers
 
 pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
 DELTA: dict[str, Any] = {
@@ -87,10 +88,10 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
 @pytest.fixture(scope="module")
 def whole(bundle: Bundle) -> Any:
     """The logits of TOKENS, evaluated at once."""
-    return feed(PagedBackend(bundle, CONTEXT), TOKENS)
+    return feed(Alone(PagedBackend(bundle, CONTEXT), CONTEXT), TOKENS)
 
 
-def cut(backend: PagedBackend, *ends: int) -> Any:
+def cut(backend: Alone[PagedBackend], *ends: int) -> Any:
     """The logits of passes that end there."""
     starts = (backend.cache.length, *ends)
     return np.concatenate([feed(backend, TOKENS[a:b]) for a, b in zip(starts, ends, strict=False)])
@@ -100,12 +101,15 @@ def test_cuts_and_threads_leave_every_bit(bundle: Bundle, whole: Any) -> None:
     # Passes as long as a draft, longer, and longer than a ring, one after the other and token by token.
     for ends in ((1, 2, 3, 20, 29, 30, 100), (60, 61, 100), (5, 55, 100), (*range(40, 100), 100)):
         for threads in (1, 2):
-            assert np.array_equal(cut(PagedBackend(bundle, CONTEXT, threads=threads), *ends), whole)
+            assert np.array_equal(cut(Alone(PagedBackend(bundle, CONTEXT, threads=threads), CONTEXT), *ends), whole)
 
 
 @pytest.mark.parametrize("kv", ["float32", "int8"])
 def test_what_was_cut_off_leaves_no_trace(kv: str, bundle: Bundle) -> None:
-    backend, other = PagedBackend(bundle, CONTEXT, kv=kv), PagedBackend(bundle, CONTEXT, kv=kv)
+    backend, other = (
+        Alone(PagedBackend(bundle, CONTEXT, kv=kv), CONTEXT),
+        Alone(PagedBackend(bundle, CONTEXT, kv=kv), CONTEXT),
+    )
     expected = feed(other, TOKENS)
     cut(backend, 50)
     for start, drafted, kept in ((50, 16, 3), (53, 1, 0), (53, 20, 20), (73, 9, 0), (73, 12, 12)):
@@ -115,12 +119,12 @@ def test_what_was_cut_off_leaves_no_trace(kv: str, bundle: Bundle) -> None:
 
 
 def test_trees_leave_every_bit_on_each_of_their_paths(bundle: Bundle, whole: Any) -> None:
-    backend = PagedBackend(bundle, CONTEXT, threads=2)
+    backend = Alone(PagedBackend(bundle, CONTEXT, threads=2), CONTEXT)
     cut(backend, 40)
     parents = [-1, -1, 1, 0, 2, 4, 2, 4]  # the text is the rows 1, 2, 4, 7
     tokens = [5, TOKENS[40], TOKENS[41], 6, TOKENS[42], 7, 8, TOKENS[43]]
     depths = [40, 40, 41, 41, 42, 43, 42, 43]
-    batch = ForwardInput(np.array(tokens), np.array(depths), np.arange(8), tree=np.array(parents))
+    batch = Pass(np.array(tokens), np.array(depths), np.arange(8), tree=np.array(parents))
     logits = backend.forward(batch).logits.copy()
     assert np.array_equal(logits[[1, 2, 4, 7]], whole[40:44])
     backend.cache.keep(40, [1, 2, 4, 7])
@@ -128,7 +132,7 @@ def test_trees_leave_every_bit_on_each_of_their_paths(bundle: Bundle, whole: Any
 
 
 def test_company_forks_and_snapshots_leave_every_bit(bundle: Bundle, whole: Any) -> None:
-    backend = PagedBackend(bundle, CONTEXT)
+    backend = Alone(PagedBackend(bundle, CONTEXT), CONTEXT)
     cut(backend, 50)
     fork, far = backend.cache.fork(), backend.new_sequence(CONTEXT)
     texts = [(backend.cache, TOKENS[50:90], 50), (fork, TOKENS[50:52], 50), (far, TOKENS[:3], 0)]
@@ -138,14 +142,14 @@ def test_company_forks_and_snapshots_leave_every_bit(bundle: Bundle, whole: Any)
     kept = fork.snapshot()
     backend.forward_together([(fork, given(TOKENS[:5], 52))])
     backend.cache.clear()
-    backend.cache.restore(kept)
+    restore(backend.cache, kept)
     assert np.array_equal(cut(backend, 53, 100), whole[52:])
     part = backend.cache.snapshot(0, 98)
-    assert part.resumable(98) == 98 and part.resumable(60) == 0
+    assert part.rewindable_to(98) == 98 and part.rewindable_to(60) == 0
 
 
 def test_a_pass_that_failed_is_run_again(bundle: Bundle, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = PagedBackend(bundle, CONTEXT)
+    backend = Alone(PagedBackend(bundle, CONTEXT), CONTEXT)
     session = backend._session
     for start, stop in ((0, 60), (60, 61), (61, 70), (70, 100)):
         with monkeypatch.context() as patch:
@@ -162,9 +166,9 @@ def test_a_pass_that_failed_is_run_again(bundle: Bundle, whole: Any, monkeypatch
 
 
 def test_what_a_state_cannot_do_is_refused(bundle: Bundle) -> None:
-    backend = PagedBackend(bundle, CONTEXT)
+    backend = Alone(PagedBackend(bundle, CONTEXT), CONTEXT)
     cut(backend, 90)
-    assert backend.cache.resumable(40) == 0 and backend.cache.resumable(85) == 85
+    assert backend.cache.rewindable_to(40) == 0 and backend.cache.rewindable_to(85) == 85
     with pytest.raises(BackendError, match="cannot go back to 40 tokens"):
         backend.cache.trim(40)
     assert backend.cache.length == 90
@@ -181,8 +185,8 @@ def test_what_a_state_cannot_do_is_refused(bundle: Bundle) -> None:
 
 @pytest.mark.skipif(not releases_pages(), reason="pages of weights cannot be released here")
 def test_streamed_weights_leave_every_bit(bundle: Bundle, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = PagedBackend(bundle, CONTEXT)
-    backend, pages = StreamedBackend(inner, 2), inner._session
+    inner = Alone(PagedBackend(bundle, CONTEXT), CONTEXT)
+    backend, pages = stream_layers(inner, 2), inner._session
     for start, stop, kept in ((0, 60, 60), (60, 70, 63), (63, 64, 64), (64, 80, 80)):
         run_whole, passes = pages.run, 0
 
@@ -201,7 +205,7 @@ def test_streamed_weights_leave_every_bit(bundle: Bundle, whole: Any, monkeypatc
         backend.cache.trim(kept)
     kept_rows = backend.cache.snapshot()
     assert np.array_equal(feed(backend, TOKENS[80:]), whole[80:])
-    backend.cache.restore(kept_rows)
+    restore(backend.cache, kept_rows)
     assert np.array_equal(feed(inner, TOKENS[80:]), whole[80:])
     backend.close()
 
@@ -224,28 +228,33 @@ def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
 
 
 def test_a_draft_model_with_states_follows_accepted_tokens(bundle: Bundle, whole: Any) -> None:
-    backend = PagedBackend(bundle, CONTEXT)
+    backend = Alone(PagedBackend(bundle, CONTEXT), CONTEXT)
 
-    def forward(tokens: Any, positions: Any, rows: Any) -> Any:
-        return backend.forward(ForwardInput(tokens, positions, rows)).logits
+    def forward(tokens: Any, positions: Any, rows: Any) -> Passes[Any]:
+        (result,) = yield Evaluate(backend.model, [(backend.cache, Pass(tokens, positions, rows))])
+        return result.logits
 
-    follower, text = Follower(backend, forward, 16), TOKENS.tolist()
+    follower, text = Follower(backend.cache, forward, 16), TOKENS.tolist()
     for head, drafted in ((50, 0), (50, 1), (50, 9), (53, 0), (53, 15), (68, 0), (68, 3), (70, 2), (90, 1)):
         for wrong in (0, 1):
             path = text[head : head + drafted]
-            found = follower.follow(text[:head], [*path[: drafted - wrong], 299][:drafted], 1)
-        found = follower.follow(text[:head], path, 1)
+            found = run_alone(follower.follow(text[:head], [*path[: drafted - wrong], 299][:drafted], 1))
+        found = run_alone(follower.follow(text[:head], path, 1))
         assert np.array_equal(found[0], whole[head + drafted - 1])
 
 
-def greedy(engine: Engine, prompt: Any, size: int = 6) -> list[int]:
+def text_of(backend: PagedBackend, chunk: int, **options: Any) -> Text:
+    return Text(backend, backend.new_sequence(CONTEXT), chunk, **options)
+
+
+def greedy(engine: Text, prompt: Any, size: int = 6) -> list[int]:
     processor = LogitsProcessor(GenerationConfig(temperature=0), engine.backend.geometry.vocab_size, 0)
     steps = engine.generate(list(prompt), Sampler(processor, list(prompt)), max_tokens=size, stop_ids=frozenset())
     return [step.token for step in steps]
 
 
 def test_turns_go_on_where_they_can(bundle: Bundle) -> None:
-    engine = Engine(PagedBackend(bundle, CONTEXT), 16, prefixes=PrefixCache(8 << 20))
+    engine = text_of(PagedBackend(bundle, CONTEXT), 16, prefixes=PrefixCache(8 << 20))
     one, two = TOKENS[:60].tolist(), TOKENS[40:90].tolist()
     said = greedy(engine, one)
     assert greedy(engine, [*one, *said[:5], 9, 9])[0] >= 0 and engine.prefill.cached == 65
@@ -259,7 +268,7 @@ def test_turns_go_on_where_they_can(bundle: Bundle) -> None:
     ):
         reply = greedy(engine, prompt)
         assert engine.prefill.cached == cached
-        assert reply == greedy(Engine(PagedBackend(bundle, CONTEXT), 128), prompt)
+        assert reply == greedy(text_of(PagedBackend(bundle, CONTEXT), 128), prompt)
 
 
 @EVERY
@@ -294,9 +303,9 @@ def test_searches_find_the_same_as_in_one_cache(search: dict[str, Any]) -> None:
 
 
 def test_the_plan_counts_the_states(bundle: Bundle) -> None:
-    backend = PagedBackend(bundle, CONTEXT)
+    backend = Alone(PagedBackend(bundle, CONTEXT), CONTEXT)
     planned = memory_of(bundle, NATIVE)._cache("float32", CONTEXT)  # type: ignore[attr-defined]
-    engine = Engine(backend, 16)
+    engine = Text(backend.model, backend.cache, 16)
     said = greedy(engine, TOKENS[:60].tolist(), 20)
     greedy(engine, [*TOKENS[:60].tolist(), *said, 3, 4, 5] * 1, 10)
     states = sum(4 * state.parameters for state in backend.geometry.states)  # without their rings
@@ -307,8 +316,10 @@ CODE = """
 import sys, hashlib
 from pathlib import Path
 from edgeinfer.bundle.opening import open_bundle
+from tests.alone import Alone
 from tests.runtime.test_states import CONTEXT, PagedBackend, cut
-print(hashlib.sha256(cut(PagedBackend(open_bundle(Path(sys.argv[1])), CONTEXT), 50, 53, 100).tobytes()).hexdigest())
+backend = Alone(PagedBackend(open_bundle(Path(sys.argv[1])), CONTEXT), CONTEXT)
+print(hashlib.sha256(cut(backend, 50, 53, 100).tobytes()).hexdigest())
 """
 
 
@@ -324,7 +335,7 @@ def test_every_instruction_set_gives_the_same_bits(isa: str, bundle: Bundle, who
 @pytest.mark.parametrize("bundle", MODELS, indirect=True)
 @pytest.mark.parametrize("kv", ["float32", "int8"])
 def test_cuts_threads_company_and_forks_leave_every_bit(kv: str, bundle: Bundle) -> None:
-    backend, other = PagedBackend(bundle, 64, kv=kv), PagedBackend(bundle, 64, kv=kv, threads=2)
+    backend, other = Alone(PagedBackend(bundle, 64, kv=kv), 64), Alone(PagedBackend(bundle, 64, kv=kv, threads=2), 64)
     whole = feed(backend, FEW)
     parts = np.concatenate([feed(other, FEW[a:b]) for a, b in ((0, 17), (17, 18), (18, 40))])
     assert np.array_equal(parts, whole)
@@ -335,7 +346,7 @@ def test_cuts_threads_company_and_forks_leave_every_bit(kv: str, bundle: Bundle)
     assert np.array_equal(outputs[0], whole[20:25]) and np.array_equal(outputs[1], whole[20:22])
     kept = backend.cache.snapshot()
     backend.cache.clear()
-    backend.cache.restore(kept)
+    restore(backend.cache, kept)
     assert np.array_equal(feed(backend, FEW[25:]), whole[25:])
 
 
@@ -359,19 +370,19 @@ def test_a_layer_whose_cache_is_read_attends_with_its_readers(bundle: Bundle) ->
     assert spec is not None and spec.kv_sources == (0, 1, 2, 1, 2, 1)
     mask = np.ones(12, np.bool_)
     mask[[2, 3, 5, 8]] = False  # attention and MLP of layer 1, which layers 3 and 5 read
-    batch = ForwardInput(FEW, np.arange(40), np.arange(40), layer_mask=mask)
-    wanted = ReferenceBackend(bundle, 64).forward(batch).logits
-    backend = PagedBackend(bundle, 64)
+    batch = Pass(FEW, np.arange(40), np.arange(40), layer_mask=mask)
+    wanted = Alone(ReferenceBackend(bundle, 64), 64).forward(batch).logits
+    backend = Alone(PagedBackend(bundle, 64), 64)
     assert np.linalg.norm(backend.forward(batch).logits - wanted) < 0.03 * np.linalg.norm(wanted)
-    whole = feed(PagedBackend(bundle, 64), FEW)
+    whole = feed(Alone(PagedBackend(bundle, 64), 64), FEW)
     # The first layers alone, then the others: nothing that was written is written again.
     backend.cache.clear()
     first = np.arange(12) < 8
-    hidden = backend.forward(ForwardInput(FEW, np.arange(40), np.arange(0), layer_mask=first)).hidden
+    hidden = backend.forward(Pass(FEW, np.arange(40), np.arange(0), layer_mask=first)).hidden
     assert hidden is not None
     hidden = hidden.copy()
     backend.cache.trim(0)
-    resumed = ForwardInput(FEW, np.arange(40), np.arange(40), layer_mask=~first, hidden=hidden)
+    resumed = Pass(FEW, np.arange(40), np.arange(40), layer_mask=~first, hidden=hidden)
     assert np.array_equal(backend.forward(resumed).logits, whole)
 
 

@@ -19,11 +19,12 @@ from edgeinfer.core.options.decoding import MOST_DRAFTED, drafters_in
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.registry import facts_of, make_backend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
+from tests.alone import Alone, restore
 from tests.runtime.interrupts import within_runs
 from tests.runtime.models import bundle_of, feed, make_graph_backend
 from tests.runtime.test_parity import (
@@ -89,15 +90,15 @@ def llama(bundles: Bundles) -> Made:
 
 
 @pytest.fixture
-def backend(llama: Made) -> StaticBackend:
-    return StaticBackend(llama.static, CAPACITY)
+def backend(llama: Made) -> Alone[StaticBackend]:
+    return Alone(StaticBackend(llama.static, CAPACITY), CAPACITY)
 
 
-def feed_prompt(backend: Backend, tokens: Sequence[int]) -> Floats:  # (V,)
+def feed_prompt(backend: Alone[Any], tokens: Sequence[int]) -> Floats:  # (V,)
     """A chain of which the last row is wanted."""
     ids = np.array(tokens, np.int64)
     last = np.array([len(ids) - 1])
-    row: Floats = backend.forward(ForwardInput(ids, backend.cache.length + np.arange(len(ids)), last)).logits[0]
+    row: Floats = backend.forward(Pass(ids, backend.cache.length + np.arange(len(ids)), last)).logits[0]
     return row.copy()
 
 
@@ -106,7 +107,7 @@ def feed_prompt(backend: Backend, tokens: Sequence[int]) -> Floats:  # (V,)
 def test_every_way_of_cutting_gives_transformers_logits(bundles: Bundles, family: str, exact: bool) -> None:
     made = bundles(family, bits=32)
     expected = made.expected(TEXT)
-    backend = StaticBackend(made.static, CAPACITY, exact=exact)
+    backend = Alone(StaticBackend(made.static, CAPACITY, exact=exact), CAPACITY)
     for sizes in ([20], [7, 1, 9, 3], [1] * 20):
         backend.cache.trim(0)
         assert_close(feed_in(backend, TEXT, sizes), expected)
@@ -129,10 +130,10 @@ def test_logits_equal_the_ordinary_bundles(bundles: Bundles, family: str, option
     """Both round activations to int8, now and then differently."""
     made = bundles(family, **options)
     ordinary = feed(make_graph_backend(made.ordinary, CAPACITY, layout="portable"), TEXT)
-    static = feed(StaticBackend(made.static, CAPACITY), TEXT)
+    static = feed(Alone(StaticBackend(made.static, CAPACITY), CAPACITY), TEXT)
     rounding = float(np.abs(ordinary - made.expected(TEXT)).mean())
     assert np.abs(static - ordinary).mean() < rounding / 2
-    reference = feed(ReferenceBackend(made.static, CAPACITY), TEXT)
+    reference = feed(Alone(ReferenceBackend(made.static, CAPACITY), CAPACITY), TEXT)
     assert np.abs(static - reference).max() < 0.2
     assert np.abs(static - ordinary).max() < 0.1
 
@@ -140,7 +141,7 @@ def test_logits_equal_the_ordinary_bundles(bundles: Bundles, family: str, option
 @pytest.mark.parametrize("options", [{"bits": 32}, {"bits": 8}, {"bits": 4}, {"bits": 4, "group_size": 64}])
 @pytest.mark.parametrize("family", ["llama", "llama-biases", "llama-mha-odd-sizes", "mistral", "qwen3"])
 def test_rows_are_bit_identical_however_a_text_is_cut(bundles: Bundles, family: str, options: dict[str, Any]) -> None:
-    backend = StaticBackend(bundles(family, **options).static, CAPACITY)
+    backend = Alone(StaticBackend(bundles(family, **options).static, CAPACITY), CAPACITY)
     assert backend.capabilities.exact
     whole, cache = feed(backend, TEXT), backend.cache.snapshot()
     for sizes in ([7, 1, 9, 3], [1] * 20, [3, 5, 12]):
@@ -154,23 +155,23 @@ def test_rows_are_bit_identical_however_a_text_is_cut(bundles: Bundles, family: 
     backend.cache.trim(8)
     tree, positions = np.array([-1, 0, 1, -1, 3]), np.array([8, 9, 10, 8, 9])
     drafted = [*TEXT[8:11], 4, 5]
-    branched = backend.forward(ForwardInput(np.array(drafted), positions, np.arange(5), tree=tree)).logits
+    branched = backend.forward(Pass(np.array(drafted), positions, np.arange(5), tree=tree)).logits
     assert np.array_equal(branched[:3], whole[8:11])
 
 
-def test_only_the_rows_asked_for(llama: Made, backend: StaticBackend) -> None:
+def test_only_the_rows_asked_for(llama: Made, backend: Alone[StaticBackend]) -> None:
     expected = llama.expected(TEXT)
-    assert backend.forward(ForwardInput(np.array(TEXT[:6]), np.arange(6), np.zeros(0, np.int64))).logits.shape == (
+    assert backend.forward(Pass(np.array(TEXT[:6]), np.arange(6), np.zeros(0, np.int64))).logits.shape == (
         0,
         320,
     )
-    rest = backend.forward(ForwardInput(np.array(TEXT[6:]), np.arange(6, 20), np.array([0, 13, 5, 5])))
+    rest = backend.forward(Pass(np.array(TEXT[6:]), np.arange(6, 20), np.array([0, 13, 5, 5])))
     assert_close(rest.logits, expected[[6, 19, 11, 11]])
     assert rest.hidden is None and rest.experts is None
 
 
 def test_a_full_cache(llama: Made) -> None:
-    backend = StaticBackend(llama.static, 21)
+    backend = Alone(StaticBackend(llama.static, 21), 21)
     expected = llama.expected([*TEXT, 1])
     assert_close(feed_in(backend, [*TEXT, 1], [20, 1]), expected)
     with pytest.raises(BackendError, match="does not fit"):
@@ -178,17 +179,17 @@ def test_a_full_cache(llama: Made) -> None:
     backend.cache.trim(18)
     assert_close(feed(backend, [*TEXT[18:], 1]), expected[18:])
     text = (TEXT * 3)[:48]
-    backend = StaticBackend(llama.static, 48)
+    backend = Alone(StaticBackend(llama.static, 48), 48)
     assert_close(feed_in(backend, text, [45, 2, 1]), llama.expected(text))
 
 
-def test_snapshots_come_back(llama: Made, backend: StaticBackend) -> None:
+def test_snapshots_come_back(llama: Made, backend: Alone[StaticBackend]) -> None:
     feed(backend, TEXT[:11])
     snapshot = backend.cache.snapshot()
     first, second = backend.cache.snapshot(0, 4), backend.cache.snapshot(4, 11)
     backend.cache.trim(3)
     feed(backend, OTHER * 2)
-    backend.cache.restore(snapshot)
+    restore(backend.cache, snapshot)
     expected = llama.expected(TEXT)[11:]
     assert_close(feed(backend, TEXT[11:]), expected)
     backend.cache.clear()
@@ -197,13 +198,13 @@ def test_snapshots_come_back(llama: Made, backend: StaticBackend) -> None:
         backend.cache.append(piece)
     assert_close(feed(backend, TEXT[11:]), expected)
     other = make_graph_backend(llama.ordinary, CAPACITY)
-    other.cache.restore(snapshot)
+    restore(other.cache, snapshot)
     assert_close(feed(other, TEXT[11:]), expected)
     with pytest.raises(BackendError, match="do not fit"):
-        StaticBackend(llama.static, 8).cache.restore(snapshot)
+        restore(Alone(StaticBackend(llama.static, 8), 8).cache, snapshot)
 
 
-def test_what_it_cannot_do_is_refused(backend: StaticBackend) -> None:
+def test_what_it_cannot_do_is_refused(backend: Alone[StaticBackend]) -> None:
     extras: list[dict[str, Any]] = [
         {"layer_mask": np.ones(6, np.bool_)},
         {"hidden": np.zeros((2, 64), np.float32)},
@@ -211,13 +212,13 @@ def test_what_it_cannot_do_is_refused(backend: StaticBackend) -> None:
     ]
     for extra in extras:
         with pytest.raises(CapabilityError):
-            backend.forward(ForwardInput(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
+            backend.forward(Pass(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
     with pytest.raises(BackendError, match="outside a cache of 32"):
-        backend.forward(ForwardInput(np.array([1]), np.array([32]), np.array([0])))
+        backend.forward(Pass(np.array([1]), np.array([32]), np.array([0])))
     assert backend.cache.length == 0
 
 
-def test_a_cancelled_pass_leaves_the_cache(llama: Made, backend: StaticBackend) -> None:
+def test_a_cancelled_pass_leaves_the_cache(llama: Made, backend: Alone[StaticBackend]) -> None:
     feed(backend, TEXT[:9])
     with within_runs(backend.cancel), pytest.raises(PassCancelledError):
         feed(backend, OTHER)
@@ -227,9 +228,9 @@ def test_a_cancelled_pass_leaves_the_cache(llama: Made, backend: StaticBackend) 
 
 def test_impossible_requests(llama: Made) -> None:
     with pytest.raises(UsageError, match="have a context of 48"):
-        StaticBackend(llama.static, 49)
+        Alone(StaticBackend(llama.static, 49), 49)
     with pytest.raises(BundleError, match="no static graphs"):
-        StaticBackend(llama.ordinary, 8)
+        Alone(StaticBackend(llama.ordinary, 8), 8)
     with pytest.raises(BundleError, match="no static graphs"):
         facts_of(llama.ordinary, LoadConfig(backend="onnx-static"))
     with pytest.raises(BundleError, match="only their own backend"):
@@ -256,7 +257,7 @@ def test_only_planned_sessions_are_made(llama: Made, options: dict[str, Any], ro
     backend = make_backend(facts, config, plan)
     assert isinstance(backend, StaticBackend)
     assert [graph.rows for graph in backend.graphs.all] == rows
-    assert_close(feed_prompt(backend, TEXT), llama.expected(TEXT)[-1])
+    assert_close(feed_prompt(Alone(backend, plan.context), TEXT), llama.expected(TEXT)[-1])
 
 
 Dimension = onnx.TensorShapeProto.Dimension
@@ -278,17 +279,17 @@ def test_graphs_other_than_described_are_refused(
     if isinstance(forge, bytes):
         (forged / "model.rows-2.onnx").write_bytes(forge)
         with pytest.raises(BundleError, match=r"bytes|sha256"):
-            StaticBackend(open_bundle(forged), CAPACITY)
+            Alone(StaticBackend(open_bundle(forged), CAPACITY), CAPACITY)
     else:
         model = onnx.load(forged / "model.rows-2.onnx", load_external_data=False)
         forge(model.graph)
         (forged / "model.rows-2.onnx").write_bytes(model.SerializeToString())
     seal(forged, llama.static.manifest)
     with pytest.raises(BundleError, match=r"declares other inputs or outputs|cannot be loaded"):
-        StaticBackend(open_bundle(forged), CAPACITY)
+        Alone(StaticBackend(open_bundle(forged), CAPACITY), CAPACITY)
 
 
-def test_padding_is_seen_by_no_token(llama: Made, backend: StaticBackend) -> None:
+def test_padding_is_seen_by_no_token(llama: Made, backend: Alone[StaticBackend]) -> None:
     """Whatever lies in rows of the cache that are not in use."""
     feed(backend, TEXT[:5])
     for arrays in (backend.cache.keys, backend.cache.values):

@@ -7,7 +7,7 @@ import itertools
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +24,8 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import BackendError, CapabilityError, StorageError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.backends.onnx.windowed import ReadAhead, StreamedBackend
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError, PassResult
+from edgeinfer.runtime.backends.onnx.windowed import ReadAhead
 from edgeinfer.runtime.backends.registry import facts_of
 from edgeinfer.runtime.planning import speed_model
 from edgeinfer.runtime.planning.facts import Configuration
@@ -46,8 +45,10 @@ from edgeinfer.runtime.weights.streaming import (
     window_bytes,
 )
 from edgeinfer.runtime.weights.weight_pages import WeightPart
+from tests.alone import Alone
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, depths, make_graph_backend, passes
+from tests.windowed import stream_layers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are counted on Linux alone")
 
@@ -62,7 +63,7 @@ def small(layout: Layout) -> Bundle:
     return bundle_of("qwen2", config, hidden_size=128, num_hidden_layers=LAYERS)
 
 
-Pair = tuple[Backend, Backend]
+Pair = tuple[Alone[Any], Alone[Any]]
 
 
 @pytest.fixture(scope="module", params=[(3, 0), (1, 2), (LAYERS, 0)], ids=str)
@@ -71,13 +72,13 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     window, kept = request.param
     require_kernel()
     plain, inner = (make_graph_backend(small(NATIVE), CAPACITY) for _ in range(2))
-    streamed = StreamedBackend(inner, window, kept_layers=kept, room=0 if kept else None)
+    streamed = stream_layers(inner, window, kept_layers=kept, room=0 if kept else None)
     yield streamed, plain
     plain.close()
     streamed.close()
 
 
-def same(steps: list[ForwardOutput]) -> None:
+def same(steps: list[PassResult]) -> None:
     np.testing.assert_array_equal(steps[0].logits, steps[1].logits)
     assert steps[0].hidden is not None
     assert steps[1].hidden is not None
@@ -103,14 +104,14 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
     chance = np.random.default_rng(seed)
     for backend in pair:
         backend.cache.trim(0)
-        backend.forward(ForwardInput(np.array([5, 6]), np.arange(2), np.array([1])))
+        backend.forward(Pass(np.array([5, 6]), np.arange(2), np.array([1])))
     for asked in script:
         tokens, start = asked["tokens"], pair[0].cache.length
         hidden = chance.normal(size=(len(tokens), 128)).astype(np.float32) if asked["resumes"] else None
         places = start + np.array(range(len(tokens)) if asked["tree"] is None else depths(asked["tree"]))
         options = {"tree": asked["tree"], "layer_mask": asked["layer_mask"], "hidden": hidden}
         options["planes"] = asked["planes"] if pair[0].capabilities.high_planes else 2
-        same([backend.forward(ForwardInput(tokens, places, asked["rows"], **options)) for backend in pair])
+        same([backend.forward(Pass(tokens, places, asked["rows"], **options)) for backend in pair])
         same_cache(pair, asked["layer_mask"])
         for backend in pair:
             # Rows that a layer was skipped in are computed again before anything may read them.
@@ -118,20 +119,16 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
     same_cache(pair)
 
 
-class _Inner:
-    """Cancels, or fails, in the middle of a pass."""
-
-    def __init__(self, backend: GraphBackend, act: Callable[[int], None]) -> None:
-        self._backend, self._act, self._count = backend, act, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        step = self._backend.forward(batch)
-        self._count += 1
-        self._act(self._count)
-        return step
+def test_sequences_share_passes(pair: Pair) -> None:
+    found = []
+    for backend in pair:
+        sequences = [backend.new_sequence(16) for _ in range(2)]
+        starts = [Pass(np.arange(size), np.arange(size), np.arange(size)) for size in (3, 5)]
+        together = [output.copy() for output in backend.forward_together(list(zip(sequences, starts, strict=True)))]
+        one = Pass(np.array([7]), np.array([3]), np.array([0]))
+        found.append([*together, backend.forward_together([(sequences[0], one)])[0].copy()])
+    for mine, theirs in zip(*found, strict=True):
+        same([mine, theirs])
 
 
 @pytest.mark.parametrize("kind", ["cancelled", "failed"])
@@ -139,37 +136,42 @@ class _Inner:
 def test_a_pass_that_ends_early_does_not_change_the_cache(monkeypatch: pytest.MonkeyPatch, kind: str, at: int) -> None:
     require_kernel()
     inner = make_graph_backend(small(NATIVE), CAPACITY)
-    streamed = StreamedBackend(inner, 1)
+    streamed = stream_layers(inner, 1)
     tokens = np.array([3, 4, 5, 6])
-    wanted = streamed.forward(ForwardInput(tokens, np.arange(4), np.arange(4))).logits.copy()
+    wanted = streamed.forward(Pass(tokens, np.arange(4), np.arange(4))).logits.copy()
     streamed.cache.trim(2)
     before = streamed.cache.snapshot()
 
-    def act(count: int) -> None:
+    windows, run = [], inner.model._session.run
+
+    def act(binding: Any) -> None:
+        run(binding)
+        windows.append(binding)
+        count = len(windows)
         if count == at and kind == "failed":
             raise BackendError("no")
         if count == at:
             streamed.cancel()
 
-    monkeypatch.setattr(streamed, "_inner", _Inner(inner, act))
+    monkeypatch.setattr(inner.model._session, "run", act)
     with pytest.raises(PassCancelledError if kind == "cancelled" else BackendError):
-        streamed.forward(ForwardInput(tokens[2:], np.array([2, 3]), np.array([1])))
+        streamed.forward(Pass(tokens[2:], np.array([2, 3]), np.array([1])))
     assert streamed.cache.length == 2
     for mine, theirs in zip(
         (*before.keys, *before.values), (*(s := streamed.cache.snapshot()).keys, *s.values), strict=True
     ):
         np.testing.assert_array_equal(mine, theirs)
-    again = streamed.forward(ForwardInput(tokens[2:], np.array([2, 3]), np.array([0, 1])))
+    again = streamed.forward(Pass(tokens[2:], np.array([2, 3]), np.array([0, 1])))
     np.testing.assert_array_equal(again.logits, wanted[2:])
     streamed.close()
 
 
 def test_what_it_refuses(pair: Pair) -> None:
     with pytest.raises(CapabilityError, match="cannot be streamed"):
-        StreamedBackend(make_graph_backend(small(PORTABLE), CAPACITY), 1)
+        stream_layers(make_graph_backend(small(PORTABLE), CAPACITY), 1)
     length = pair[0].cache.length
     with pytest.raises(BackendError, match="outside a pass"):
-        pair[0].forward(ForwardInput(np.array([1]), np.array([length]), np.array([1])))
+        pair[0].forward(Pass(np.array([1]), np.array([length]), np.array([1])))
     assert pair[0].cache.length == length
 
 
@@ -182,15 +184,15 @@ def test_only_a_window_is_resident() -> None:
     inner = make_graph_backend(bundle, CAPACITY)
     whole = sum(t.nbytes for t in tensors if t.name != "embed")
 
-    def resident(backend: Backend) -> int:
-        backend.forward(ForwardInput(np.array([3, 4]), np.arange(2), np.array([1])))
+    def resident(backend: Alone[Any]) -> int:
+        backend.forward(Pass(np.array([3, 4]), np.arange(2), np.array([1])))
         backend.cache.trim(0)
         return process_memory().file
 
-    inner.forward(ForwardInput(np.array([3, 4]), np.arange(2), np.array([1])))
+    inner.forward(Pass(np.array([3, 4]), np.arange(2), np.array([1])))
     inner.cache.trim(0)
     all_resident = resident(inner)
-    streamed = StreamedBackend(inner, 1)
+    streamed = stream_layers(inner, 1)
     left = resident(streamed)
     assert all_resident - left > 0.7 * whole
     most = 0
@@ -217,11 +219,11 @@ def test_the_head_is_dropped_while_it_is_read(threads: int, window: int) -> None
     tensors = tensors_in(bundle.manifest, NATIVE)
     head = next(t.nbytes for t in tensors if t.name == "head")
     inner = make_graph_backend(bundle, CAPACITY, threads=threads)
-    batch = ForwardInput(np.array([3, 40_000, 65_535]), np.arange(3), np.arange(3))
+    batch = Pass(np.array([3, 40_000, 65_535]), np.arange(3), np.arange(3))
     wanted = inner.forward(batch).logits.copy()
     whole = process_memory().file
     inner.cache.trim(0)
-    streamed = StreamedBackend(inner, window)
+    streamed = stream_layers(inner, window)
     streamed.forward(batch)
     streamed.cache.trim(0)
     before = process_memory().file
@@ -267,11 +269,11 @@ def test_what_the_disk_gives_is_measured_by_passes(monkeypatch: pytest.MonkeyPat
     assert inner.pages is not None
     path = inner.pages.path
     for keeps, rate in ((False, None), (True, 400_000_000)):
-        streamed = StreamedBackend(inner, 2, disk_rate.DiskMeter(path, keeps=keeps))
+        streamed = stream_layers(inner, 2, disk_rate.DiskMeter(path, keeps=keeps))
         assert disk_rate.kept_rate(path) is None
         for _ in passes:
             streamed.cache.trim(0)
-            streamed.forward(ForwardInput(np.array([5]), np.arange(1), np.array([0])))
+            streamed.forward(Pass(np.array([5]), np.arange(1), np.array([0])))
         assert disk_rate.kept_rate(path) == rate
     inner.close()
     for damaged in ("{", "[]", '{"bytes_per_second": -1}', "9" * 400):
@@ -402,8 +404,8 @@ def test_passes_drop_the_same_windows_again_and_again(monkeypatch: pytest.Monkey
     room = weights - min(sizes) // 2  # less than a window too little, and two are there at once
     chosen = dropped_windows(sizes, weights, room)
     assert chosen == (0, 1, 2)
-    streamed = StreamedBackend(inner, 1, kept_layers=1, room=room)
-    batch = ForwardInput(np.array([5, 6]), np.arange(2), np.array([1]))
+    streamed = stream_layers(inner, 1, kept_layers=1, room=room)
+    batch = Pass(np.array([5, 6]), np.arange(2), np.array([1]))
     for _ in range(3):
         streamed.cache.trim(0)
         streamed.forward(batch)

@@ -12,7 +12,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 import edgeinfer
-from edgeinfer import Slot
 from edgeinfer.apps.bench.benchmark import numbers
 from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.bundle.gguf.library import llama_library
@@ -158,33 +157,33 @@ def _run(model: edgeinfer.Model, prompts: Prompts, late: list[int] | None, token
     """Record gaps between tokens once all replies have started, while the late prompt is evaluated if there is one."""
     started, watched, since = 0, False, 0.0
 
-    def reply(prompt: list[int]) -> Callable[[Slot], None]:
-        def work(_: Slot) -> None:
-            nonlocal started
-            last = None
-            for _chunk in model.stream(prompt, max_tokens=tokens, **_GREEDY):
-                now = time.perf_counter()
-                if last is None:
-                    started += 1
-                elif watched and last >= since:
-                    gaps.append((now - last) * 1e3)
-                last = now
+    def reply(prompt: list[int]) -> Generator[edgeinfer.TokenStream, None, None]:
+        streams.append(model.stream(prompt, max_tokens=tokens, **_GREEDY))
+        yield streams[-1]
 
-        return work
-
-    def arrive(_: Slot) -> None:
+    def arrive() -> Generator[edgeinfer.TokenStream, None, None]:
         nonlocal watched
-        model.generate(late or [], max_tokens=1)
+        yield model.stream(late or [], max_tokens=1)
         watched = False
 
+    streams: list[edgeinfer.TokenStream] = []
+    last = dict[int, float]()
     with closing(model.reply_batch(len(prompts) + 1)) as batch:
         for prompt in prompts:
             batch.add(reply(prompt))
         while batch.step():
+            for place, stream in enumerate(streams):
+                for _ in stream.take():
+                    now = time.perf_counter()
+                    if place not in last:
+                        started += 1
+                    elif watched and last[place] >= since:
+                        gaps.append((now - last[place]) * 1e3)
+                    last[place] = now
             if started == len(prompts):
                 started, watched, since = 0, True, time.perf_counter()
                 if late is not None:
-                    batch.add(arrive)
+                    batch.add(arrive())
 
 
 _PARTS = {"pace": measure_pace, "gaps": measure_gaps}

@@ -21,10 +21,9 @@ from unittest.mock import patch
 import edgeinfer
 from edgeinfer.apps.bench.render import markdown_table
 from edgeinfer.apps.bench.texts import STORIES, TokenizedPrompt, load_prompts, tokenize_prompts
-from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.controller import DraftController
-from edgeinfer.runtime.speculation.costs import DeviceCosts, SessionCosts
+from edgeinfer.runtime.speculation.costs import DeviceCosts, RoundTimings, SessionCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, Round
 
 CURVE = PassCosts(
@@ -66,7 +65,7 @@ class Pricing:
         reading = {drafter.name: READING.get(drafter.name, 0.0) for drafter in drafters}
         return SessionCosts(self.passes, guesses, self.round_ms, self.passes.largest, reading)
 
-    def learn(self, costs: DeviceCosts, statistics: SpeculationStatistics) -> None:
+    def learn(self, costs: DeviceCosts, timings: RoundTimings) -> None:
         """Given costs do not follow the clock."""
 
     def observe(self, controller: DraftController, round: Round) -> None:

@@ -18,13 +18,16 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.core.errors import AdapterError, BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassCancelledError, PassResult
+from edgeinfer.runtime.backends.forks import OneSequenceBackend
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, RecurrentCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext, RowSteps
 from edgeinfer.runtime.backends.llamacpp.graphics import Offload
-from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES, cell_rows, drafted_at_once
+from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES, drafted_at_once, kv_bytes
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel, features
-from edgeinfer.runtime.backends.llamacpp.state import StateCodec
+
+# Of a copied token besides its rows: position and sequence, and a share of what each copy begins with.
+_CELL_BYTES = 64
 
 
 class LlamaAdapters:
@@ -58,9 +61,10 @@ def _digest(path: Path) -> str:
     return digest_of(path)
 
 
-class LlamaCppBackend:
+class LlamaCppBackend(OneSequenceBackend):
     """Implements `contract.Backend` for GGUF bundles. Longer passes than `chunk` are run in parts, and of more than
-    `draft_rows` rows logits are computed in parts; `sequences` limits the paths of a draft tree."""
+    `draft_rows` rows logits are computed in parts; `sequences` limits the paths of a draft tree. It holds one text:
+    which kernel multiplies depends on the size of a pass, so a row that shared one would not be what it is alone."""
 
     name = "llamacpp"
 
@@ -81,7 +85,8 @@ class LlamaCppBackend:
         progress: Callable[[str, int, int], None] | None = None,
         adapters: Mapping[str, str] | None = None,
     ) -> None:
-        self.geometry = bundle.manifest.geometry
+        super().__init__()
+        self.geometry, self._capacity = bundle.manifest.geometry, capacity
         self.vocabulary = LlamaModel(
             bundle.gguf, weights=weights, expert_count=expert_count, offload=offload, progress=progress
         )
@@ -105,82 +110,82 @@ class LlamaCppBackend:
         except BackendError:
             self.vocabulary.close()
             raise
+        self.kernel = " ".join(("llama.cpp", *features(self.vocabulary.lib)))
         try:
             self._adapters = LlamaAdapters(self.vocabulary.lib, self.vocabulary.pointer, adapters or {})
         except AdapterError:
             self.close()
             raise
+        self.adapters = self._adapters.digests
+        self._adapter: str | None = None  # that passes have now
         # Rows that only fill a pass up would have a state too, and save nothing on a graphics processor.
         self._row_steps = RowSteps(0.0, 0.0) if recurrent or offload else RowSteps.of(bundle.gguf, weights)
         self._cells = self._context.cells
-        parts, window = self._context.cell_layers, self.vocabulary.window
-        rows = cell_rows(bundle.gguf, parts)
-        codec = StateCodec(rows, kv, parts, placed=self.vocabulary.placed, recurrent=recurrent)
-        kind = RecurrentCache if recurrent else LlamaCache
-        self.cache = kind(self._context, codec, capacity, window)
+        whole = kv_bytes(bundle.gguf, kv, capacity)
+        form = f"{self.kernel}, {whole} bytes of {bundle.gguf.metadata.text('general.architecture')}, {kv}"
+        self._kind = kv, form, whole // self._cells + _CELL_BYTES  # see `LlamaCache`
         self._gathered = np.zeros((0, self.geometry.vocab_size), np.float32)
 
-    @property
-    def kernel(self) -> str:
-        return " ".join(("llama.cpp", *features(self.vocabulary.lib)))
+    def _new_cache(self, capacity: int) -> LlamaCache:
+        self._context.clear()
+        kind = RecurrentCache if self.vocabulary.recurrent else LlamaCache
+        return kind(self._context, self._kind, capacity, self.vocabulary.window)
 
-    @property
-    def adapters(self) -> Mapping[str, str]:
-        return self._adapters.digests
-
-    def use_adapter(self, name: str | None) -> None:
-        self._adapters.choose(self._context.pointer, name)
-
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        check_pass(self, batch)
+    def _run(self, cache: KVCache, batch: Pass) -> PassResult:
+        assert isinstance(cache, LlamaCache), "sequences are made here"
+        if cache.adapter != self._adapter:
+            self._adapters.choose(self._context.pointer, cache.adapter)
+            self._adapter = cache.adapter
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
-        self.cache.check_kept()
-        start, size = self.cache.length, len(tokens)
+        cache.check_kept()
+        start, size = cache.length, len(tokens)
         tree = None if batch.tree is None else TreePaths.of(batch.tree, start)
         wanted = range(start, start + size) if tree is None else [start + depth for depth in tree.depths]
         if positions.tolist() != list(wanted):
             raise BackendError(f"llama.cpp counts positions itself: {positions.tolist()} do not follow row {start}.")
         try:
-            logits = self._chain(tokens, rows) if tree is None else self._tree(tokens, positions, rows, tree)
+            logits = (
+                self._chain(cache, tokens, rows) if tree is None else self._tree(cache, tokens, positions, rows, tree)
+            )
         except BaseException:
-            self.cache.drop_pass(start, tree)
+            cache.drop_pass(start, tree)
             raise
         self.vocabulary.rows(size)
-        return ForwardOutput(logits, None)
+        return PassResult(logits, None)
 
-    def _chain(self, tokens: Ints, rows: Ints) -> Floats:  # (S,), (R,) -> (R, V)
+    def _chain(self, cache: LlamaCache, tokens: Ints, rows: Ints) -> Floats:  # (S,), (R,) -> (R, V)
         """Runs a chain, in as many parts as the batch and the outputs ask for."""
         options, size = self._context.options, len(tokens)
         ordered = len(rows) < 2 or bool((rows[1:] > rows[:-1]).all())
-        start = self.cache.length
-        if self.cache.begin(start, size) == size <= options.batch and len(rows) <= options.outputs and ordered:
+        start = cache.length
+        if cache.begin(start, size) == size <= options.batch and len(rows) <= options.outputs and ordered:
             self._context.batch.fill(tokens, start, rows)
-            self._run(size, start, len(rows))
-            self.cache.passed(start, size)
+            self._decode(size, start, len(rows))
+            cache.passed(start, size)
             return self._context.logits(len(rows))
         picked, places = np.unique(rows, return_inverse=True)
         if len(picked) > len(self._gathered):
             self._gathered = np.zeros((len(picked), self.geometry.vocab_size), np.float32)
-        self._run_in_parts(tokens, picked)
+        self._run_in_parts(cache, tokens, picked)
         gathered = self._gathered[: len(picked)]
         return gathered if ordered else gathered[places]
 
-    def _run_in_parts(self, tokens: Ints, picked: Ints) -> None:
+    def _run_in_parts(self, cache: LlamaCache, tokens: Ints, picked: Ints) -> None:
         """Runs a chain part by part; the logits of these ascending rows go to `_gathered`."""
-        options, first, start, done = self._context.options, self.cache.length, 0, 0
+        options, first, start, done = self._context.options, cache.length, 0, 0
         while start < len(tokens):
-            size = min(options.batch, self.cache.begin(first + start, len(tokens) - start))
+            size = min(options.batch, cache.begin(first + start, len(tokens) - start))
             if done + options.outputs < len(picked):
                 # Ends before the first row that would be one too many.
                 size = min(size, int(picked[done + options.outputs]) - start)
             last = done + int(np.searchsorted(picked[done:], start + size))
             self._context.batch.fill(tokens[start : start + size], first + start, picked[done:last] - start)
-            self._run(size, first + start, last - done)
-            self.cache.passed(first + start, size)
+            self._decode(size, first + start, last - done)
+            cache.passed(first + start, size)
             self._gathered[done:last] = self._context.logits(last - done)
             start, done = start + size, last
 
-    def _tree(self, tokens: Ints, positions: Ints, rows: Ints, tree: TreePaths) -> Floats:
+    def _tree(self, cache: LlamaCache, tokens: Ints, positions: Ints, rows: Ints, tree: TreePaths) -> Floats:
         options, context = self._context.options, self._context
         if len(tree.paths) > options.sequences:
             message = f"A draft tree has {len(tree.paths)} paths, {options.sequences} were planned."
@@ -188,16 +193,16 @@ class LlamaCppBackend:
         if len(tokens) > options.batch or len(set(rows.tolist())) > options.outputs:
             message = f"A draft tree of {len(tokens)} rows is larger than {min(options.batch, options.outputs)}."
             raise BackendError(message, "Draft less, or load with more draft rows.")
-        self.cache.branch(tree)
+        cache.branch(tree)
         picked, places = np.unique(rows, return_inverse=True)
         context.batch.fill_tree(tokens, positions, picked, tree.members)
-        self._run(len(tokens), tree.start, len(picked))
-        self.cache.passed(tree.start, len(tokens))
-        self.cache.pending = tree
+        self._decode(len(tokens), tree.start, len(picked))
+        cache.passed(tree.start, len(tokens))
+        cache.pending = tree
         logits = context.logits(len(picked))
         return logits if np.array_equal(picked, rows) else logits[places]
 
-    def _run(self, size: int, start: int, rows: int) -> None:
+    def _decode(self, size: int, start: int, rows: int) -> None:
         """Evaluates what the batch was filled with, so many rows that follow `start` tokens, for these logits."""
         options = self._context.options
         padding, outputs = self._row_steps.padding(size, rows)
@@ -217,7 +222,8 @@ class LlamaCppBackend:
         self._context.cancel()
 
     def nbytes(self) -> dict[str, int]:
-        return {"kv": self.cache.nbytes, "buffers": self._context.buffer_bytes + self._gathered.nbytes}
+        kv = max(self._context.kv_bytes, self._kv_bytes)
+        return {"kv": kv, "buffers": self._context.buffer_bytes + self._gathered.nbytes}
 
     def close(self) -> None:
         """Frees the context and the model; views of logits are invalid from then on."""

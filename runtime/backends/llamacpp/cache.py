@@ -10,24 +10,24 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.core.errors import BackendError, CapabilityError, Setting
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
-    CopiedRows,
     Edit,
-    TrimmedCache,
-    check_edit,
+    OpaqueRows,
+    RowBlob,
     check_length,
-    joined_rows,
+    check_type,
     row_range,
 )
+from edgeinfer.runtime.backends.contract import KVCache
+from edgeinfer.runtime.backends.forks import CopiedFork
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
-from edgeinfer.runtime.backends.llamacpp.state import StateCodec, state_of
 
 TEXT = 0  # sequence
+_PIECE = 64  # rows of a text that are copied together
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,17 @@ class TreePaths:
         return depths
 
 
-class LlamaCache(TrimmedCache):
+class LlamaCache(KVCache):
     """Implements `KVCache` over the cells of a context, whose layers may have a sliding `window` of tokens, else 0."""
 
-    copyable = True
+    editable = False
 
-    def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int, window: int) -> None:
+    def __init__(self, context: LlamaContext, kind: tuple[str, str, int], capacity: int, window: int) -> None:
         self._context = context
-        self._codec = codec
+        self._kind = kind  # of snapshots: type, engine with sizes, bytes of a row
         self.capacity = capacity
-        self._window = window
+        # A copy lacks what a window hides from its last row; windows of some models begin at multiples of their length.
+        self._piece = _PIECE if window % _PIECE == 0 else window
         self.length = 0  # tokens it holds, all rows of a pending tree counted
         self.pending: TreePaths | None = None  # the draft tree of which no rows were kept yet
 
@@ -112,7 +113,7 @@ class LlamaCache(TrimmedCache):
         check_length(length, self.length)
         tree = self.pending
         if tree is not None:
-            self.keep(tree.start, range(max(length - tree.start, 0)))
+            self._keep(tree.start, range(max(length - tree.start, 0)))
         if length < self.length:
             self._context.cut(TEXT, length)
             self.length = length
@@ -121,7 +122,7 @@ class LlamaCache(TrimmedCache):
         self._context.clear()
         self.length, self.pending = 0, None
 
-    def keep(self, start: int, rows: Sequence[int]) -> None:
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
         tree = self.pending
         if tree is None:
             if list(rows) != list(range(len(rows))):
@@ -142,58 +143,53 @@ class LlamaCache(TrimmedCache):
             self._context.cut(other, 0)
         self.pending, self.length = None, stop
 
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CopiedRows:
+    def fork(self) -> CopiedFork:
+        return CopiedFork(self, self.length)
+
+    def snapshot(self, start: int = 0, stop: int | None = None) -> OpaqueRows:
         self.check_kept()
         start, stop = row_range(start, stop, self.length)
-        if start == stop:
-            return self._codec.nothing()
-        # A copy lacks what a window hides from its last row, so a whole window is copied at a time. Windows of some
-        # models begin at multiples of their length.
-        window = self._window or stop
-        borders = [start, *range(start - start % window + window, stop, window), stop]
-        pieces = [self._copy(*ends) for ends in itertools.pairwise(borders)]
-        return pieces[0] if len(pieces) == 1 else joined_rows(pieces)
+        borders = [start, *range(start - start % self._piece + self._piece, stop, self._piece), stop]
+        blobs = [RowBlob(a, b, self._copy(a, b)) for a, b in itertools.pairwise(borders) if a < b]
+        return OpaqueRows(start, stop - start, blobs, *self._kind)
 
-    def _copy(self, start: int, stop: int) -> CopiedRows:
-        if (start, stop) == (0, self.length):
-            return self._codec.decode(self._context.state(TEXT), 0, stop)
+    def _copy(self, start: int, stop: int) -> NDArray[np.uint8]:  # (bytes,)
         spare = self._context.options.spare
         self._context.copy(TEXT, spare, start, stop)
         try:
-            return self._codec.decode(self._context.state(spare), start, stop)
+            return self._context.state(spare)
         finally:
             self._context.cut(spare, 0)
 
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        self._codec.check(snapshot, self.capacity)
-        self.trim(0)
-        self.append(snapshot)
-
     def append(self, snapshot: CacheSnapshot) -> None:
         self.check_kept()
-        self._codec.check(snapshot, self.capacity - self.length)
-        if snapshot.length == 0:
-            return
-        stop, spare = self.length + snapshot.length, self._context.options.spare
-        self._context.set_state(spare, self._codec.encode([snapshot], self.length, spare))
-        self._context.copy(spare, TEXT, self.length, stop)
-        self._context.cut(spare, 0)
-        self.length = stop
+        rows, spare = self._checked(snapshot), self._context.options.spare
+        for blob in rows.blobs:
+            self._context.set_state(spare, blob.data)
+            stop = min(blob.stop, rows.start + rows.length)
+            self._context.copy(spare, TEXT, self.length, stop)
+            self._context.cut(spare, 0)
+            self.length = stop
+
+    def _checked(self, snapshot: CacheSnapshot) -> OpaqueRows:
+        """A snapshot of this kind of cache, of rows behind those in use."""
+        kv, form, _ = self._kind
+        if isinstance(snapshot, OpaqueRows) and snapshot.kv == kv and snapshot.scales != form:
+            raise BackendError("The snapshot belongs to another model.")
+        check_type(snapshot, self.capacity - self.length, kv, form)
+        assert isinstance(snapshot, OpaqueRows), "other copies have other scales"
+        if snapshot.length and snapshot.start != self.length:
+            raise BackendError(f"Rows copied behind {snapshot.start} others cannot follow {self.length}.")
+        return snapshot
 
     def rewrite(self, edit: Edit) -> None:
-        copied = self.snapshot()
-        self.trim(0)
-        keys, values, left = [], [], None
-        for layer, each in enumerate(self._codec.layers):
-            floats = (
-                self._codec.load(copied.keys[layer], keys=True),
-                self._codec.load(copied.values[layer], keys=False),
-            )
-            edited = edit(layer, *floats)
-            left = check_edit(KVLayer(*each), layer, edited, copied.length, left)
-            keys.append(self._codec.store(edited[0], keys=True))
-            values.append(self._codec.store(edited[1], keys=False))
-        self.append(CopiedRows(left or 0, tuple(keys), tuple(values), copied.kv))
+        raise CapabilityError("llama.cpp's cache cannot be edited.", "Use " + Setting("overflow", "window") + ".")
+
+    def drop(self, start: int, stop: int) -> None:
+        """llama.cpp turns the keys itself, before the next pass."""
+        self.check_kept()
+        self._context.drop(TEXT, start, stop)
+        self.length -= stop - start
 
 
 @dataclass(frozen=True)
@@ -212,16 +208,15 @@ class RecurrentCache(LlamaCache):
     the states: the one of `mark`, or the one of `hold`.
     """
 
-    def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int, window: int) -> None:
-        super().__init__(context, codec, capacity, window)
+    def __init__(self, context: LlamaContext, kind: tuple[str, str, int], capacity: int, window: int) -> None:
+        super().__init__(context, kind, capacity, window)
         self.copyable = not window  # there are no sliding windows, of which llama.cpp copies only what they show
         self._mark: _States | None = None
         self._base: _States | None = None
         self._wanted: int | None = None
         self._lowest = 0  # that the states can be cut to without a copy
         self._lost = self._cut = False
-        self._joined: list[CacheSnapshot] = []  # rows that wait for a state behind them
-        self._whole: NDArray[np.uint8] | None = None  # a copy of all, while parts of it are asked for
+        self._whole: RowBlob | None = None  # a copy of all, while parts of it are asked for
 
     @property
     def nbytes(self) -> int:
@@ -248,7 +243,7 @@ class RecurrentCache(LlamaCache):
         """Mark the states as lost back to the last copy, as a failed pass has changed them."""
         self.length, self._lost, self._whole = start, True, None
 
-    def resumable(self, length: int) -> int:
+    def rewindable_to(self, length: int) -> int:
         length = min(length, self.length)
         if not self._lost and length >= self._lowest:
             return length
@@ -273,12 +268,11 @@ class RecurrentCache(LlamaCache):
             raise BackendError(f"The state of recurrent layers cannot go back to {length} tokens.")
         self.length, self._lowest = length, min(self._lowest, length)
         self._lost = False
-        self._joined.clear()
         self._mark, self._base = (
             None if each is None or each.position > length else each for each in (self._mark, self._base)
         )
 
-    def keep(self, start: int, rows: Sequence[int]) -> None:
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
         if list(rows) != list(range(len(rows))):
             raise BackendError(f"Rows {list(rows)} of a pass do not follow each other.")
         self.trim(start + len(rows))
@@ -287,7 +281,6 @@ class RecurrentCache(LlamaCache):
         super().clear()
         self._mark = self._base = self._wanted = None
         self._lowest, self._lost, self._cut, self._whole = 0, False, False, None
-        self._joined.clear()
 
     def mark(self) -> None:
         if not self._lost and self.length:
@@ -304,46 +297,34 @@ class RecurrentCache(LlamaCache):
         elif self._wanted == self.length and not self._lost:
             self._base = self._copied()
 
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CopiedRows:
+    def snapshot(self, start: int = 0, stop: int | None = None) -> OpaqueRows:
         start, stop = row_range(start, stop, self.length)
-        if start == stop:
-            kind = self._codec.nothing()
-            kind.state_bytes = self._context.state_bytes(TEXT, partial=True)
-            return kind
+        size = self._context.state_bytes(TEXT, partial=True)
+        if start == stop or self._lost:
+            return OpaqueRows(start, stop - start, (), *self._kind, None, size)
         if self._whole is None:
             self._cut_now()
-            self._whole = self._context.state(TEXT)
-        rows = self._codec.decode(self._whole, start, stop)
-        found = next((each for each in self._copies if each.position == stop), None)
-        if found is not None:
-            rows.state = state_of(found.blob)
-        elif stop == self.length and not self._lost:
-            rows.state = self._codec.state(self._whole)
-        if stop == self.length:
-            # Whoever copies part after part has come to the end.
-            self._whole = None
-        return rows
+            self._whole = RowBlob(0, self.length, self._context.state(TEXT))
+        found = next((each.blob for each in self._copies if each.position == stop), None)
+        state = None if stop == self.length else found
+        return OpaqueRows(start, stop - start, [self._whole], *self._kind, state, size)
 
     def append(self, snapshot: CacheSnapshot) -> None:
         """Adds copied rows behind those in use; a text goes on once rows with a state were added."""
-        self._codec.check(snapshot, self.capacity - self.length)
-        if snapshot.length == 0:
+        rows = self._checked(snapshot)
+        if rows.length == 0:
             return
-        before = self.length - sum(piece.length for piece in self._joined)
-        self._joined.append(snapshot)
-        self.length, self._lost, self._whole = self.length + snapshot.length, True, None
-        if snapshot.state is None:
+        self.length, self._lost, self._whole = self.length + rows.length, True, None
+        if not rows.rewindable_to(rows.length) or not rows.blobs:
             return
-        self._codec.check_state(snapshot.state, self.length)
-        self._cut_now()
-        # llama.cpp replaces a sequence as a whole.
-        pieces = [self._codec.decode(self._context.state(TEXT), 0, before)] if before else []
-        blob = self._codec.encode([*pieces, *self._joined], 0, TEXT, snapshot.state)
-        self._context.set_state(TEXT, blob)
-        self._joined.clear()
-        self._lowest, self._lost = self.length, False
+        # llama.cpp replaces a sequence as a whole; the rows before these are those of the same tokens.
+        self._context.set_state(TEXT, rows.blobs[-1].data)
+        if rows.state is not None:
+            self._context.set_state(TEXT, rows.state, partial=True)
+            self._context.cut(TEXT, self.length)
+        self._lowest, self._lost, self._cut = self.length, False, False
 
-    def rewrite(self, edit: Edit) -> None:
+    def drop(self, start: int, stop: int) -> None:
         raise CapabilityError(
             "The states of recurrent layers cannot forget tokens.", "Load it with " + Setting("overflow", "stop") + "."
         )

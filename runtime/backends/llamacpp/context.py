@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.geometry import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.bundle.gguf.library import listening, logged_error
 from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.core.errors import BackendError
+from edgeinfer.core.errors import BackendError, CapabilityError, Setting
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.llamacpp.memory import EXPERTS, is_head_packed, looks_up, packed_bytes
@@ -231,8 +231,6 @@ class LlamaContext:
         self._compute_bytes = sum(_logged_sizes(lines, "compute"))
         # Size of the cache in the process, as llama.cpp says; all of it is taken at once.
         self.kv_bytes = sum(_logged_sizes(lines, "KV")) + sum(_logged_sizes(lines, "RS"))
-        # The layers of each of llama.cpp's caches; layers with a sliding window have a second one.
-        self.cell_layers = _logged_layers(lines)
         self._most_rows = options.sequences + 1
         self._logits: tuple[int, Floats] = (0, np.zeros((0, self._vocab_size), np.float32))
 
@@ -281,6 +279,14 @@ class LlamaContext:
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         """Puts a sequence's tokens start..stop-1 into another one too."""
         self._lib.llama_memory_seq_cp(self._memory, source, target, start, stop)
+
+    def drop(self, sequence: int, start: int, stop: int) -> None:
+        """Drops a sequence's tokens start..stop-1; those behind them move to their places."""
+        if not self._lib.llama_memory_can_shift(self._memory):
+            hint = "Load it with " + Setting("overflow", "stop") + "."
+            raise CapabilityError("llama.cpp cannot move this model's tokens.", hint)
+        self._lib.llama_memory_seq_rm(self._memory, sequence, start, stop)
+        self._lib.llama_memory_seq_add(self._memory, sequence, stop, -1, start - stop)
 
     def clear(self) -> None:
         self._lib.llama_memory_clear(self._memory, False)
@@ -339,18 +345,6 @@ def _logged_sizes(lines: list[str], what: str) -> list[int]:
     """Bytes of the buffers of a kind that llama.cpp said it allocated in the process, not on a device."""
     found = re.findall(rf"(\S+) +{what} buffer size = +([\d.]+) MiB", "".join(lines))
     return [int(float(size) * 1024**2) for place, size in found if place.startswith("CPU") or place.endswith("_Host")]
-
-
-def _logged_layers(lines: list[str]) -> tuple[tuple[int, ...], ...]:
-    """The layers of each cache of cells that llama.cpp said it made; no function of it tells."""
-    caches, layers = list[tuple[int, ...]](), list[int]()
-    for layer, _ in re.findall(r"^llama_kv_cache: (?:layer +(\d+): dev|(size) = )", "".join(lines), re.MULTILINE):
-        if layer:
-            layers.append(int(layer))
-        else:
-            caches.append(tuple(layers))
-            layers.clear()
-    return tuple(caches)
 
 
 def _bytes(blob: NDArray[np.uint8]) -> Any:

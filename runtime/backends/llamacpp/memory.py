@@ -7,7 +7,7 @@ import ctypes
 import math
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from edgeinfer.bundle.geometry import LLAMA_KV
 from edgeinfer.bundle.gguf.library import cpu_device, extra_buffer_types, functions
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
-from edgeinfer.bundle.gguf_bundle import geometry_of, head_sizes, key_heads
+from edgeinfer.bundle.gguf_bundle import geometry_of
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.backends.llamacpp.state import CellRows
 
 # Matrices that only a product with activations reads; the embedding, whose rows are looked up, is none of them.
 _PRODUCTS = re.compile(
@@ -214,20 +213,6 @@ def fits_blocks(gguf: GgufFile) -> bool:
 def cells(capacity: int) -> int:
     """Tokens that a cache for so many has room for."""
     return -(-capacity // _CELLS) * _CELLS
-
-
-def cell_rows(gguf: GgufFile, parts: Sequence[Sequence[int]]) -> tuple[CellRows, ...]:
-    """The rows of a token in each layer, `parts` being layers with cells of their own, first those without a sliding
-    window; none of a layer with only a recurrence or that reads another's cells."""
-    arch, data, usual = gguf.metadata.text("general.architecture"), gguf.metadata, head_sizes(gguf)
-    names = ("key_length_swa", "value_length_swa")
-    sliding = [data.integer(f"{arch}.attention.{name}", size) for name, size in zip(names, usual, strict=True)]
-    latent, heads = f"{arch}.attention.key_length_mla" in data, key_heads(gguf)
-    rows = [CellRows(0, 0, 0)] * len(heads)
-    for layers, (key_size, value_size) in zip(parts, (usual, sliding), strict=False):
-        for layer in layers:
-            rows[layer] = CellRows(heads[layer], key_size, 0 if latent else value_size)
-    return tuple(rows)
 
 
 def kv_bytes(gguf: GgufFile, kv: str, capacity: int) -> int:

@@ -71,12 +71,6 @@ class LlamaModel:
         asked = (self.lib.llama_model_is_recurrent, self.lib.llama_model_is_hybrid)
         return any(bool(is_so(self.pointer)) for is_so in asked)
 
-    @property
-    def placed(self) -> bool:
-        """Whether positions have sections, by which cells of the cache hold a place in a picture too."""
-        kind = int(self.lib.llama_model_rope_type(self.pointer))
-        return kind in (self.lib.LLAMA_ROPE_TYPE_MROPE, self.lib.LLAMA_ROPE_TYPE_IMROPE)
-
     @contextmanager
     def vocabulary(self) -> Iterator[Any]:
         """llama.cpp's vocabulary, which stays while this is open."""

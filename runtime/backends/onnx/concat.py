@@ -20,7 +20,8 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot, check_snapshot
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
+from edgeinfer.runtime.backends.forks import OneSequenceBackend
 from edgeinfer.runtime.backends.kv_buffers import FloatCache
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.system.memory import MappedFile
@@ -50,7 +51,7 @@ class ConcatCache(FloatCache):
     def clear(self) -> None:
         self.replace(self.empty(0))
 
-    def keep(self, start: int, rows: Sequence[int]) -> None:
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
         if list(rows) != list(range(len(rows))):
             message = f"The onnx-optimum backend cannot keep rows {list(rows)} of a pass."
             raise CapabilityError(message, "Use a natively exported bundle.")
@@ -62,13 +63,14 @@ class ConcatCache(FloatCache):
         self.replace([np.concatenate([kept, added[None]], axis=2) for kept, added in both])
 
 
-class ConcatBackend:
+class ConcatBackend(OneSequenceBackend):
     """Implements `contract.Backend` for graphs whose cache grows by concatenation; chains only."""
 
     name = "onnx-optimum"
     kernel = "onnxruntime"
 
     def __init__(self, bundle: Bundle, capacity: int, *, threads: int = 1) -> None:
+        super().__init__()
         self.geometry = bundle.manifest.geometry
         self.capabilities = bundle.manifest.capabilities
         layers = self.geometry.num_layers
@@ -80,15 +82,18 @@ class ConcatBackend:
         _check_names(self._session, self._past, self._present, bundle)
         self._takes_mask = concat_graph.ATTENTION_MASK in self._session.inputs
         self._takes_positions = concat_graph.POSITION_IDS in self._session.inputs
-        self.cache = ConcatCache(self.geometry, capacity)
+        self._capacity = capacity
         self._mask = np.ones((1, capacity), np.int64)
         self._logits = np.zeros((1, self.geometry.vocab_size), np.float32)
         self._binding = self._session.binding()
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        check_pass(self, batch)
+    def _new_cache(self, capacity: int) -> ConcatCache:
+        return ConcatCache(self.geometry, capacity)
+
+    def _run(self, cache: KVCache, batch: Pass) -> PassResult:
+        assert isinstance(cache, ConcatCache), "sequences are made here"
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
-        start, size = self.cache.length, len(tokens)
+        start, size = cache.length, len(tokens)
         if not self._takes_positions and not np.array_equal(positions, np.arange(start, start + size)):
             raise BackendError(f"The graph counts positions itself: {positions.tolist()} do not follow row {start}.")
         if size > len(self._logits):
@@ -101,14 +106,14 @@ class ConcatBackend:
         if self._takes_positions:
             self._bind_input(concat_graph.POSITION_IDS, places)
         self._bind_output(concat_graph.LOGITS, logits[None])
-        for name, array in zip(self._past, self.cache.past(), strict=True):
+        for name, array in zip(self._past, cache.past(), strict=True):
             self._bind_input(name, array)
-        present = self.cache.empty(start + size)
+        present = cache.empty(start + size)
         for name, array in zip(self._present, present, strict=True):
             self._bind_output(name, array)
         self._session.run(self._binding)
-        self.cache.replace(present)
-        return ForwardOutput(_pick(logits, rows), None)
+        cache.replace(present)
+        return PassResult(_pick(logits, rows), None)
 
     def _bind_input(self, name: str, array: NDArray[np.generic]) -> None:
         self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
@@ -120,10 +125,10 @@ class ConcatBackend:
         self._session.cancel()
 
     def nbytes(self) -> dict[str, int]:
-        return {"kv": self.cache.nbytes, "buffers": self._mask.nbytes + self._logits.nbytes}
+        return {"kv": self._kv_bytes, "buffers": self._mask.nbytes + self._logits.nbytes}
 
     def close(self) -> None:
-        del self._binding, self._session, self.cache
+        del self._binding, self._session
 
 
 def _check_names(session: OrtSession, past: list[str], present: list[str], bundle: Bundle) -> None:

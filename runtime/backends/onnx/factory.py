@@ -15,7 +15,6 @@ from edgeinfer.core.options.load import MERGING, LoadConfig
 from edgeinfer.runtime.backends.contract import Backend, runs_apart
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts, thread_count
 from edgeinfer.runtime.backends.onnx.memory import memory_of
-from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.providers import Device, Graphs
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.planning.facts import ModelMemory
@@ -68,23 +67,23 @@ class OnnxFactory(BackendFactory):
     def make(self, order: BackendOrder) -> Backend:
         bundle, plan, backend = order.bundle, order.configuration, _graph_backend(order)
         decoder = bundle.manifest.decoder
-        meter = None if backend.pages is None else DiskMeter(backend.pages.path, keeps=order.config.remember)
-        if decoder is not None and plan.expert_bytes:
-            from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend
-            from edgeinfer.runtime.weights.experts import RouterGuess
+        if decoder is None or not (plan.expert_bytes or plan.window_layers):
+            return counting_experts(bundle, backend)
+        from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+        from edgeinfer.runtime.backends.onnx.windowed import CachedExperts, StreamedLayers
+        from edgeinfer.runtime.weights.experts import RouterGuess
 
-            assert backend.pages is not None and decoder.moe is not None, "experts are left in a file that is mapped"
+        assert isinstance(backend, PagedBackend) and backend.pages is not None, "it reads its weights in place"
+        meter = DiskMeter(backend.pages.path, keeps=order.config.remember)
+        if plan.expert_bytes:
+            assert decoder.moe is not None, "there are experts"
             guess = RouterGuess.of(backend.pages, tensors_in(bundle.manifest, order.layout), decoder.moe.top_k)
-            cached = CachedExpertsBackend(backend, decoder, plan.expert_bytes, meter, guess)
-            return ExpertCountingBackend(cached, backend.cache, decoder, cached.expert_cache)
-        if plan.window_layers:
-            from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
-
-            streamed = StreamedBackend(
-                backend, plan.window_layers, meter, kept_layers=plan.kept_layers, room=order.room
-            )
-            return counting_experts(bundle, streamed, backend.cache)
-        return counting_experts(bundle, backend, backend.cache)
+            cached = CachedExperts(backend, decoder, plan.expert_bytes, meter, guess)
+            backend.cut_into(cached)
+            return counting_experts(bundle, backend, cached.expert_cache)
+        kept, room = plan.kept_layers, order.room
+        backend.cut_into(StreamedLayers(backend, plan.window_layers, meter, kept_layers=kept, room=room))
+        return counting_experts(bundle, backend)
 
 
 class OptimumFactory(BackendFactory):

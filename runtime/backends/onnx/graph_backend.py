@@ -4,9 +4,9 @@ those of each backend."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,17 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import NATIVE, Layout
-from edgeinfer.bundle.parts import with_sources
+from edgeinfer.bundle.parts import MoESpec, with_sources
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.core.errors import BundleError
+from edgeinfer.core.errors import BackendError, BundleError
 from edgeinfer.nn.arithmetic import query_factors, rope_tables, rotation_border
-from edgeinfer.runtime.backends.cache import ObservedCache
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, Pass, PassResult
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters, adapted_graph
-from edgeinfer.runtime.backends.onnx.passes import Buffers, ExpertInputs, Pass
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession, capabilities_on
 from edgeinfer.runtime.devices.arrays import device_value
 from edgeinfer.runtime.devices.providers import CPU, Device
@@ -37,11 +37,98 @@ from edgeinfer.runtime.weights.weight_pages import LookedUp, WeightPages
 _MOST_PASSES = 64
 
 
-class GraphBackend(ABC):
-    """Implements `contract.Backend` but for the cache and `forward`, whose steps these are."""
+class Buffers:
+    """Memory for inputs and outputs of passes of up to `size` tokens and `rows` logit rows, shared by all shapes.
+    `top_k` and `tapped`, the width of what is read of the target, are 0 in models without."""
+
+    def __init__(self, geometry: Geometry, size: int, rows: int, top_k: int, tapped: int = 0, logits: int = 0) -> None:
+        self.size, self.rows, self.layers = size, rows, geometry.num_layers
+        self.tokens = np.zeros((1, size), np.int64)
+        self.positions = np.zeros((1, size), np.int64)
+        self.logit_rows = np.zeros(rows, np.int64)
+        self.hidden_in = np.zeros((1, size, geometry.hidden_size), np.float32)
+        self.hidden_out = np.zeros((1, size, geometry.hidden_size), np.float32)
+        self.logits = np.zeros((rows, logits or geometry.vocab_size), np.float32)
+        self.tapped = np.zeros((1, size, tapped), np.float32)
+        self.experts = np.zeros(geometry.num_layers * size * top_k, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
+
+
+class BoundPass:
+    """Views into the shared buffers for passes of one shape, and their binding."""
+
+    binding: Binding
+    bound: object = None  # whose rows attention reads: what is bound to lives as long as this is kept
+
+    def __init__(self, buffers: Buffers, size: int, rows: int, resumes: bool, experts: int, block: int = 0) -> None:
+        self._tokens = buffers.tokens[:, :size]
+        self.positions = buffers.positions[0, :size]
+        self._positions = buffers.positions[:, :size]
+        self._rows = buffers.logit_rows[:rows]
+        self._hidden = buffers.hidden_in[:, : size if resumes else 1]
+        self.logits = buffers.logits[:rows]  # (R, V)
+        self.tapped = buffers.tapped[:, : size - block]  # (1, S - block, W)
+        self.hidden_out = buffers.hidden_out[:, :size]  # (1, S, D)
+        chosen = (buffers.layers, size, experts)
+        self.experts = buffers.experts[: math.prod(chosen)].reshape(chosen) if experts else None  # (L, S, k)
+        self.inputs: dict[str, NDArray[Any]] = {
+            graph.INPUT_IDS: self._tokens,
+            graph.POSITION_IDS: self._positions,
+            graph.LOGIT_ROWS: self._rows,
+            graph.HIDDEN_IN: self._hidden,
+            graph.USE_HIDDEN: np.array([resumes]),
+        }
+
+    def fill(self, tokens: Ints, positions: Ints, rows: Ints, hidden: Floats | None, *, apart: bool) -> None:
+        """Writes the inputs of the next pass; padding repeats the last token, at the positions that follow if `apart`,
+        else at its own."""
+        size = len(tokens)
+        self._tokens[0, :size] = tokens
+        self._positions[0, :size] = positions
+        self._rows[: len(rows)] = rows
+        self._rows[len(rows) :] = 0
+        for extra in range(self._tokens.shape[1] - size):
+            self._tokens[0, size + extra] = tokens[-1]
+            self._positions[0, size + extra] = positions[-1] + (1 + extra if apart else 0)
+        if hidden is not None:
+            self._hidden[0, :size] = hidden
+            self._hidden[0, size:] = hidden[-1]
+
+    def fill_tapped(self, tapped: Floats) -> None:  # (S, W)
+        """Writes what a draft module reads of its target's rows; padding repeats the last."""
+        self.tapped[0, : len(tapped)] = tapped
+        self.tapped[0, len(tapped) :] = tapped[-1]
+
+
+class ExpertInputs:
+    """Arrays that stay where they are, so that they are bound once; a pass that chooses nothing writes one number."""
+
+    def __init__(self, moe: MoESpec, layers: int) -> None:
+        self.top_k = moe.top_k  # experts of a token in the whole model
+        self.count = np.full(1, moe.top_k, np.int64)  # experts for each token. (1,)
+        self.bias = np.zeros((layers, moe.experts), np.float32)  # added to the routers' scores before choosing. (L, E)
+        self._biased = False
+
+    def choose(self, choice: ExpertChoice | None) -> None:
+        """Sets what the next pass may use; None is the whole model."""
+        bias = None if choice is None else choice.bias
+        if bias is not None and bias.shape != self.bias.shape:
+            raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {self.bias.shape}.")
+        self.count[0] = self.top_k if choice is None else choice.count
+        if bias is not None:
+            self.bias[...] = bias
+        elif self._biased:
+            self.bias[...] = 0
+        self._biased = bias is not None
+
+
+class GraphBackend(Backend):
+    """Implements `contract.Backend` but for caches and `forward`, whose steps these are."""
 
     name = "onnx"
-    cache: ObservedCache
 
     def __init__(
         self,
@@ -56,6 +143,7 @@ class GraphBackend(ABC):
         affinity: str = "",
         adapters: PackedAdapters | None = None,
     ) -> None:
+        super().__init__()
         decoder = bundle.manifest.decoder
         if decoder is None:
             raise BundleError(f"{bundle.path} has no model description.", "Export it again.")
@@ -87,7 +175,7 @@ class GraphBackend(ABC):
         self._layer_mask = np.ones(2 * self.geometry.num_layers, np.bool_)
         self._planes = np.zeros(1, np.int32)
         self._buffers = self._new_buffers(size=2, rows=2)
-        self._passes: dict[tuple[int, int, bool, int, int], Pass] = {}
+        self._passes: dict[tuple[int, int, bool, int, int], BoundPass] = {}
 
     def _watch_embedding(self) -> LookedUp | None:
         """Release pages that only loading read, and watch the embedding; the native head reads all of it anyway."""
@@ -110,27 +198,11 @@ class GraphBackend(ABC):
         return {name: device_value(table, self._device) for name, table in tables}
 
     @abstractmethod
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`."""
+    def _attention_inputs(self, step: BoundPass) -> dict[str, NDArray[Any]]:
+        """Inputs of attention whose arrays are the same for every pass of a shape."""
 
-    def divided(self, batch: ForwardInput) -> AbstractContextManager[None]:
-        """Treat the passes within as windows of this one, each of which runs other layers over the same rows."""
-        return nullcontext()
-
-    @abstractmethod
-    def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, by term."""
-
-    @abstractmethod
-    def _attention_inputs(self) -> dict[str, NDArray[Any]]:
-        """Inputs of attention whose arrays are the same for every pass."""
-
-    @abstractmethod
-    def _bind_cache(self, step: Pass) -> None:
-        """Binds the cache and the inputs of attention that depend on the pass's shape."""
-
-    def _prepared(self, batch: ForwardInput, size: int, rows: int, *, apart: bool) -> Pass:
-        """A pass of so many rows, padding included, ready to run but for what attention reads; see `Pass.fill`."""
+    def _prepared(self, batch: Pass, size: int, rows: int, *, apart: bool) -> BoundPass:
+        """A pass of so many rows, padding included, ready to run but for what attention reads; see `BoundPass.fill`."""
         used = 0
         if self._experts is not None:
             self._experts.choose(batch.experts)
@@ -144,13 +216,13 @@ class GraphBackend(ABC):
         self._planes[0] = batch.planes
         return step
 
-    def _output(self, step: Pass, size: int, rows: int) -> ForwardOutput:
+    def _output(self, step: BoundPass, size: int, rows: int) -> PassResult:
         """The results of the pass that ran, without its padding."""
         if self._looked_up is not None:
             self._looked_up.rows(size)
         chosen = None if step.experts is None else step.experts[:, :size]
         tapped = step.tapped[0, :size] if self._tapped else None
-        return ForwardOutput(step.logits[:rows], step.hidden_out[0, :size], chosen, tapped)
+        return PassResult(step.logits[:rows], step.hidden_out[0, :size], chosen, tapped)
 
     def _new_buffers(self, size: int, rows: int) -> Buffers:
         top_k = 0 if self._experts is None else self._experts.top_k
@@ -158,7 +230,7 @@ class GraphBackend(ABC):
             return Buffers(self.geometry, size, rows, top_k, self._tapped)
         return Buffers(self.geometry, size, rows, top_k, self._module.width, self._module.vocab_size)
 
-    def _pass(self, size: int, rows: int, resumes: bool, experts: int, block: int) -> Pass:
+    def _pass(self, size: int, rows: int, resumes: bool, experts: int, block: int) -> BoundPass:
         key = (size, rows, resumes, experts, block)
         step = self._passes.get(key)
         if step is not None:
@@ -168,7 +240,7 @@ class GraphBackend(ABC):
             self._passes.clear()
         if len(self._passes) >= _MOST_PASSES:
             self._passes.pop(next(iter(self._passes)))
-        step = self._passes[key] = self._bind(Pass(self._buffers, *key))
+        step = self._passes[key] = self._bind(BoundPass(self._buffers, *key))
         return step
 
     def _unbind(self) -> None:
@@ -176,10 +248,10 @@ class GraphBackend(ABC):
         self._passes.clear()
         self._buffers = self._new_buffers(size=2, rows=2)
 
-    def _bind(self, step: Pass) -> Pass:
+    def _bind(self, step: BoundPass) -> BoundPass:
         """Bind all inputs and outputs of passes of one shape."""
         step.binding = self._session.binding()
-        inputs = {**step.inputs, graph.LAYER_MASK: self._layer_mask, **self._attention_inputs()}
+        inputs = {**step.inputs, graph.LAYER_MASK: self._layer_mask, **self._attention_inputs(step)}
         if self.capabilities.high_planes:
             inputs[graph.PLANES] = self._planes
         if self._experts is not None:
@@ -188,7 +260,6 @@ class GraphBackend(ABC):
             bind_input(step.binding, name, array)
         for name, table in self._tables.items():
             step.binding.bind_ortvalue_input(name, table)
-        self._bind_cache(step)
         if self._module is not None:
             bind_input(step.binding, graph.TAPPED, step.tapped)
         elif self._tapped:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.protobuf import length_delimited, number
 from edgeinfer.core.errors import BackendError, DeviceError, EdgeInferError
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.backends.onnx.adapters import write_attribute, write_node
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession
 from edgeinfer.runtime.devices.arrays import DeviceArray
@@ -157,16 +157,21 @@ def _states(rows: int) -> NDArray[np.float32]:  # (rows, W)
     return np.random.default_rng(1).uniform(-1, 1, (rows, WIDTH)).astype(np.float32)
 
 
+_CHECKED = (0, 0)
+
+
 def check_first_pass(backend: Backend, device: Device) -> None:
-    """Runs a prompt of two tokens and a token after it; the cache is empty afterwards."""
+    """Runs a prompt of two tokens and a token after it."""
     try:
-        for tokens in ([0, 0], [0]):
+        cache = backend.new_sequence(len(_CHECKED) + 1)
+        for tokens in (_CHECKED, _CHECKED[:1]):
             ids = np.array(tokens, np.int64)
-            positions = backend.cache.length + np.arange(len(ids), dtype=np.int64)
-            logits = backend.forward(ForwardInput(ids, positions, np.array([len(ids) - 1], np.int64))).logits
+            positions = cache.length + np.arange(len(ids), dtype=np.int64)
+            (result,) = backend.forward([(cache, Pass(ids, positions, np.array([len(ids) - 1], np.int64)))])
+            logits = result.logits
             if not np.isfinite(logits).all():
                 raise device_error(device, "its first pass gave logits that are no numbers")
-        backend.cache.clear()
+        cache.clear()
     except (BackendError, DeviceError) as error:
         backend.close()
         raise error if isinstance(error, DeviceError) else device_error(device, error.message) from error

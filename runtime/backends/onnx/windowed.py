@@ -1,4 +1,4 @@
-"""Backends whose passes are cut into windows of layers: streamed weights, and experts that are loaded on demand.
+"""Passes that are cut into windows of layers: streamed weights, and experts that are loaded on demand.
 
 So a model larger than the memory runs, slowly: the hidden states of one window enter the next, and the pages of its
 weights are dropped when it has run. Embedding and LM head are windows of their own, whose pages the kernel's operators
@@ -15,7 +15,7 @@ import logging
 import mmap
 import os
 import sys
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -30,9 +30,8 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.errors import CapabilityError, Setting, StorageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError, PassResult
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.backends.wrapped import WrappedBackend
 from edgeinfer.runtime.native.library import dropping_behind
 from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.runtime.weights.disk_rate import DiskMeter
@@ -126,7 +125,7 @@ class ReadAhead:
 _NO_ROWS = np.zeros(0, np.int64)
 
 
-def _nothing(output: ForwardOutput | None = None) -> None:
+def _nothing(output: PassResult | None = None) -> None:
     """Before and after a window that is the whole pass."""
 
 
@@ -136,53 +135,43 @@ class Window:
 
     layers: NDArray[np.bool_]  # attention and MLP of each layer, true where they are in the window. (2 L,)
     before: Callable[[], None]
-    after: Callable[[ForwardOutput], None]
+    after: Callable[[PassResult], None]
     within: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-class WindowedBackend(WrappedBackend[GraphBackend]):
-    """A backend whose passes are cut into windows of consecutive layers, each a pass of the backend inside, which is
-    closed with it: the hidden states of one enter the next. Every row of the result has the same bits."""
+class LayerWindows(ABC):
+    """Cuts passes into windows of consecutive layers: the hidden states of one enter the next. Every row of the result
+    has the same bits."""
 
-    def __init__(self, inner: GraphBackend, meter: DiskMeter | None) -> None:
-        super().__init__(inner)
+    def __init__(self, meter: DiskMeter | None) -> None:
         self._watching = nullcontext if meter is None else meter.watching
-        self._cancelled = False
+        self.cancelled = False  # another thread ends the running pass, between two windows or in one
 
     @abstractmethod
-    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
+    def windows(self, batch: Pass) -> Sequence[Window]:
         """The windows of a pass, at least one, which together run its layers in order."""
 
-    def cancel(self) -> None:
-        """Ends the running pass from another thread, between two windows or in one."""
-        self._cancelled = True
-        self._inner.cancel()
+    def close(self) -> None:  # noqa: B027
+        """Frees what it holds."""
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        check_pass(self, batch)
-        self._cancelled = False
-        start = self.cache.length
-        windows, hidden = self._windows(batch), batch.hidden
+    def run(self, batch: Pass, evaluate: Callable[[Pass], PassResult]) -> PassResult:
+        """Runs a pass. Each window writes the same rows of the cache, in its own layers."""
+        self.cancelled = False
+        windows, hidden = self.windows(batch), batch.hidden
         used: Ints | None = None  # (L, S, k)
-        try:
-            with self._watching(), self._inner.divided(batch):
-                for window in windows:
-                    if self._cancelled:
-                        raise PassCancelledError("The pass was cancelled.")
-                    # Each window writes the same rows of the cache, in its own layers.
-                    self.cache.trim(start)
-                    window.before()
-                    mask = window.layers if batch.layer_mask is None else window.layers & batch.layer_mask
-                    wanted = batch.rows if window is windows[-1] else _NO_ROWS
-                    with window.within():
-                        output = self._inner.forward(replace(batch, rows=wanted, layer_mask=mask, hidden=hidden))
-                    used = _merged(used, output.experts)
-                    window.after(output)
-                    hidden = output.hidden
-        except BaseException:
-            self.cache.trim(start)
-            raise
-        return replace(output, experts=used)
+        with self._watching():
+            for window in windows:
+                if self.cancelled:
+                    raise PassCancelledError("The pass was cancelled.")
+                window.before()
+                mask = window.layers if batch.layer_mask is None else window.layers & batch.layer_mask
+                wanted = batch.rows if window is windows[-1] else _NO_ROWS
+                with window.within():
+                    output = evaluate(replace(batch, rows=wanted, layer_mask=mask, hidden=hidden))
+                used = _merged(used, output.experts)
+                window.after(output)
+                hidden = output.hidden
+        return replace(output, experts=used, tapped=None)
 
 
 def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, k) each
@@ -215,10 +204,10 @@ class _Part:
             self.forgotten.forget()
 
 
-class StreamedBackend(WindowedBackend):
-    """Implements `contract.Backend` around a backend that reads its weights in place, can skip layers and resume from
-    hidden states; closes it too. `kept_layers`, head and embedding stay in memory. The system's cache can keep `room`
-    bytes of weights; None is all."""
+class StreamedLayers(LayerWindows):
+    """Streams the weights of a backend that reads them in place, can skip layers and resume from hidden states.
+    `kept_layers`, head and embedding stay in memory. The system's cache can keep `room` bytes of weights; None is
+    all."""
 
     def __init__(
         self,
@@ -234,9 +223,9 @@ class StreamedBackend(WindowedBackend):
         if not cut or inner.pages is None:
             hint = "Load it with the native kernel, or export it natively."
             raise CapabilityError("The weights of this model cannot be streamed.", hint)
-        super().__init__(inner, meter)
+        super().__init__(meter)
         self._pages = inner.pages
-        layers = self.geometry.num_layers
+        layers = self._num_layers = inner.geometry.num_layers
         self._keeps_head = kept_layers > 0
         self._layers = self._cut(layer_windows(layers, window_layers, kept_layers), room)
         nothing = np.zeros(2 * layers, np.bool_)  # (2 L,)
@@ -263,12 +252,12 @@ class StreamedBackend(WindowedBackend):
         forgotten = range(len(windows)) if chosen is None else chosen
         found = []
         for index, window in enumerate(windows):
-            mask = np.zeros(2 * self.geometry.num_layers, np.bool_)  # (2 L,)
+            mask = np.zeros(2 * self._num_layers, np.bool_)  # (2 L,)
             mask[2 * window.first : 2 * window.stop] = True
             found.append(_Part(mask, weights[index], forgotten=pieces[index] if index in forgotten else None))
         return found
 
-    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
+    def windows(self, batch: Pass) -> Sequence[Window]:
         """The windows in which something runs; at least one, which appends the rows."""
         if self._stay:
             # A tied head is the embedding. Looked up in each pass: when others end mappings of the file, places change.
@@ -290,7 +279,7 @@ class StreamedBackend(WindowedBackend):
         if self._reading is not None and part is not self._head and following is not self._head:
             self._reading.ask(following.weights.runs, part.weights.runs)
 
-    def _used(self, part: _Part, output: ForwardOutput) -> None:
+    def _used(self, part: _Part, output: PassResult) -> None:
         if self._reading is not None:
             self._reading.used(part.weights.runs)
         part.release()
@@ -298,7 +287,6 @@ class StreamedBackend(WindowedBackend):
     def close(self) -> None:
         if self._reading is not None:
             self._reading.close()
-        super().close()
 
 
 # Share of the limit that a window may fetch where its pass needs several: what is made room for is lost to experts that
@@ -306,9 +294,9 @@ class StreamedBackend(WindowedBackend):
 _WINDOW_SHARE = 0.25
 
 
-class CachedExpertsBackend(WindowedBackend):
-    """Implements `contract.Backend` with only `limit` bytes of a model's experts in memory; others are read when
-    chosen, or when `guess` predicts them for the next window.
+class CachedExperts(LayerWindows):
+    """Keeps only `limit` bytes of a model's experts in memory; others are read when chosen, or when `guess` predicts
+    them for the next window.
 
     What belongs to no expert stays in memory. A pass that could fetch more than there is room for is cut into windows
     of layers, and room is made before each of them, so that never more than the limit is in memory.
@@ -327,14 +315,14 @@ class CachedExpertsBackend(WindowedBackend):
         if not parts or not (can.layer_skip and can.hidden):
             hint = "Export it in the native layout with quantized experts, or load it with other weights."
             raise CapabilityError("The experts of this model cannot be loaded on demand.", hint)
-        super().__init__(inner, meter)
+        super().__init__(meter)
         assert decoder.moe is not None and inner.pages is not None, "there are experts"
         self._pages = inner.pages
         sizes = np.zeros((decoder.num_layers, decoder.moe.experts), np.int64)
         for (layer, expert), part in parts.items():
             sizes[layer, expert] = part.nbytes
         self.expert_cache = ExpertCache(parts, sizes, limit)
-        self._moe, self._guess = decoder.moe, guess
+        self._moe, self._guess, self._num_layers = decoder.moe, guess, decoder.num_layers
         least = max(self.expert_cache.need(layer, decoder.moe.experts) for layer in range(decoder.num_layers))
         if limit < least:
             message = f"The experts of one layer take {least} bytes, only {limit} may be in memory."
@@ -344,9 +332,9 @@ class CachedExpertsBackend(WindowedBackend):
         self._pages.small_pages()
         self._pages.release()
 
-    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
+    def windows(self, batch: Pass) -> Sequence[Window]:
         """As many layers at a time as surely fit."""
-        layers = self.geometry.num_layers
+        layers = self._num_layers
         count = self._moe.top_k if batch.experts is None else batch.experts.count
         # Padding is a copy of a real row, and chooses the same but for rounding.
         most = len(batch.tokens) * count
@@ -374,7 +362,7 @@ class CachedExpertsBackend(WindowedBackend):
         for layer in ahead:
             self.expert_cache.fetch(layer)
 
-    def _ran(self, following: Iterable[int], output: ForwardOutput) -> None:
+    def _ran(self, following: Iterable[int], output: PassResult) -> None:
         assert output.experts is not None, "a model with experts tells which it used"
         self.expert_cache.used(output.experts)
         if self._guess is not None and output.hidden is not None:

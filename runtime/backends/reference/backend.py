@@ -25,8 +25,9 @@ from edgeinfer.nn.arithmetic import rotation_border
 from edgeinfer.nn.decoder import Decoder, DecoderRun, Kept
 from edgeinfer.nn.key_centres import key_centres
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts
+from edgeinfer.runtime.backends.forks import OneSequenceBackend
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.paged_cache import PagedCache
@@ -100,7 +101,7 @@ class _CachedText:
             yield kept[0, np.flatnonzero(visible)], own[row : row + 1]
 
 
-class ReferenceBackend:
+class ReferenceBackend(OneSequenceBackend):
     """Implements `contract.Backend` for every bundle with a decoder description, with a cache of any type of
     `geometry`."""
 
@@ -108,6 +109,7 @@ class ReferenceBackend:
     kernel = "numpy"
 
     def __init__(self, bundle: Bundle, capacity: int, *, kv: str = FLOAT32) -> None:
+        super().__init__()
         if bundle.manifest.decoder is None or not bundle.manifest.tensors:
             hint = "Load it with its own backend."
             raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
@@ -120,16 +122,16 @@ class ReferenceBackend:
         self.rotation_border = rotation_border(self._spec.ropes, capacity)
         self.rotates_long = self.rotation_border is not None
         self.geometry: Geometry = self._spec.geometry
-        self.cache = self._new_cache(capacity, kv)
+        self._kv = kv
         two_planes = bool(two_plane_weights(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
         self.capabilities = Capabilities(True, True, True, high_planes=two_planes, expert_counts=counts)
 
-    def _new_cache(self, capacity: int, kv: str) -> KVBuffers | PagedCache:
+    def _new_cache(self, capacity: int) -> KVBuffers | PagedCache:
         geometry = self._cached_geometry()
-        if kv == FLOAT32:
+        if self._kv == FLOAT32:
             return KVBuffers(geometry, capacity)
-        pool = PagePool(PageLayout.of(geometry, kv), pages_for(capacity) + 1, key_centres(self._bundle))
+        pool = PagePool(PageLayout.of(geometry, self._kv), pages_for(capacity) + 64, key_centres(self._bundle))
         return PagedCache(pool, capacity)
 
     def _cached_geometry(self) -> Geometry:
@@ -146,30 +148,24 @@ class ReferenceBackend:
             self.rotates_long = long
             self._decoder.rotate_as(self._capacity, self._capacity if long else self.rotation_border)
 
-    def _reserve(self, rows: int) -> None:
-        if isinstance(self.cache, PagedCache):
-            self.cache.prepare(rows)
-        else:
-            self.cache.reserve(self.cache.length + rows)
-
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        check_pass(self, batch)
+    def _run(self, cache: KVCache, batch: Pass) -> PassResult:
+        assert isinstance(cache, (KVBuffers, PagedCache)), "sequences are made here"
         tokens, spec, decoder, choice = batch.tokens, self._spec, self._decoder, batch.experts
         self._weights = self._whole if batch.planes == 2 else self._halved
-        self._reserve(len(tokens))
+        cache.prepare(len(tokens))
         x, vectors = decoder.entered(tokens, self._weights["embed"][tokens])
         mask = np.ones(2 * spec.num_layers, np.bool_) if batch.layer_mask is None else batch.layer_mask
         if batch.hidden is None:
             mask = with_sources(spec.kv_sources, mask)
         else:
             x = batch.hidden.copy()
-        texts = _CachedText(spec, self.cache, batch.positions, batch.tree)
+        texts = _CachedText(spec, cache, batch.positions, batch.tree)
         count, bias = (None, None) if choice is None else (choice.count, choice.bias)
         run = DecoderRun(texts, mask.reshape(-1, 2), vectors, count, bias)
         for layer in range(spec.num_layers):
             x = decoder.layer(layer, x, run)
-        self.cache.length += len(tokens)
-        return ForwardOutput(decoder.logits(x[batch.rows]), x, self._choices(run.used, len(tokens), choice))
+        cache.length += len(tokens)
+        return PassResult(decoder.logits(x[batch.rows]), x, self._choices(run.used, len(tokens), choice))
 
     @cached_property
     def _halved(self) -> dict[str, Floats]:
@@ -188,13 +184,12 @@ class ReferenceBackend:
     def nbytes(self) -> dict[str, int]:
         return {
             "weights": sum(w.nbytes for w in self._whole.values()),
-            "kv": self.cache.nbytes,
+            "kv": self._kv_bytes,
             "buffers": sum(cos.nbytes + sin.nbytes for cos, sin in self._decoder.tables),
         }
 
     def close(self) -> None:
         self._whole.clear()
-        del self.cache
 
 
 class ReferenceFactory(BackendFactory):
@@ -215,4 +210,4 @@ class ReferenceFactory(BackendFactory):
     def make(self, order: BackendOrder) -> Backend:
         bundle, plan = order.bundle, order.configuration
         backend = ReferenceBackend(bundle, plan.context, kv=plan.kv)
-        return counting_experts(bundle, backend, backend.cache)
+        return counting_experts(bundle, backend)

@@ -26,7 +26,8 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, BundleError, Setting, UsageError
 from edgeinfer.nn.arithmetic import rope_tables
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
+from edgeinfer.runtime.backends.forks import OneSequenceBackend
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.backends.static.memory import Bools, Run, choose_graphs
@@ -117,7 +118,7 @@ def _check_graph(session: OrtSession, path: Path, graph: StaticGraph, spec: Deco
             raise BundleError(message, "Export or download the bundle again.")
 
 
-class StaticBackend:
+class StaticBackend(OneSequenceBackend):
     """Implements `contract.Backend` for static bundles; `exact` uses only graphs whose rows are bit-identical. `rows`
     limits passes that are no prompt, None for any number; `chunk` those of prompts, None for the widest graph."""
 
@@ -135,6 +136,7 @@ class StaticBackend:
         rows: int | None = None,
         chunk: int | None = None,
     ) -> None:
+        super().__init__()
         static, decoder = bundle.manifest.static, bundle.manifest.decoder
         if static is None or decoder is None:
             message = f"{bundle.path} has no static graphs."
@@ -152,20 +154,29 @@ class StaticBackend:
         self._threads, self._affinity = threads, affinity
         wanted, most = rows or static.widths[-1], chunk or static.chunk
         self.graphs = choose_graphs(static, exact=exact, on_cpu=device.on_cpu, rows=wanted, chunk=most)
-        self.cache = KVBuffers(self.geometry, capacity, spare=static.context - capacity, fixed=True)
+        self._capacity, self._context = capacity, static.context
         self._tables = rope_tables(decoder.rope, capacity, capacity)
         self._logits = np.zeros((1, self.geometry.vocab_size), np.float32)
         self._sessions: dict[StaticGraph, StaticSession] = {}
         self._running: StaticSession | None = None
+        self._bound: tuple[list[Any], list[Any]] | None = None  # arrays of keys and values that graphs read
         # Here, where a caller expects a device to fail, and not in the first pass.
         self._session(self.graphs.narrow[0])
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        check_pass(self, batch)
+    def _new_cache(self, capacity: int) -> KVBuffers:
+        self._bound = None
+        cache = KVBuffers(self.geometry, capacity, spare=self._context - capacity, fixed=True)
+        for session in self._sessions.values():
+            session.bind_cache(cache.keys, cache.values)
+        self._bound = cache.keys, cache.values
+        return cache
+
+    def _run(self, cache: KVCache, batch: Pass) -> PassResult:
+        assert isinstance(cache, KVBuffers), "sequences are made here"
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
-        if not 0 <= int(positions.min()) <= int(positions.max()) < self.cache.capacity:
-            raise BackendError(f"Positions {positions.tolist()} are outside a cache of {self.cache.capacity} tokens.")
-        start, size = self.cache.length, len(tokens)
+        if not 0 <= int(positions.min()) <= int(positions.max()) < self._capacity:
+            raise BackendError(f"Positions {positions.tolist()} are outside a cache of {self._capacity} tokens.")
+        start, size = cache.length, len(tokens)
         full = visible_rows(start, size, batch.tree)
         window = self._spec.window_size
         near = visible_rows(start, size, batch.tree, window) if window else full
@@ -185,16 +196,16 @@ class StaticBackend:
                 start + run.start,
                 int(wanted[0]) if len(wanted) else 0,
             )
-            self._take(session, run, start)
+            self._take(cache, session, run, start)
             logits[here] = session.logits[:1] if run.graph.prompts else session.logits[wanted]
-        self.cache.length = start + size
-        return ForwardOutput(logits, None)
+        cache.length = start + size
+        return PassResult(logits, None)
 
-    def _take(self, session: StaticSession, run: Run, start: int) -> None:
+    def _take(self, cache: KVBuffers, session: StaticSession, run: Run, start: int) -> None:
         count = run.stop - run.start
         for layer in range(self.geometry.num_layers):
             keys, values = session.new(layer)
-            self.cache.write(layer, start + run.start, keys[:, :count], values[:, :count])
+            cache.write(layer, start + run.start, keys[:, :count], values[:, :count])
 
     def _session(self, graph: StaticGraph) -> StaticSession:
         if graph not in self._sessions:
@@ -202,7 +213,8 @@ class StaticBackend:
             session = OrtSession(str(path), self._threads, device=self._device, affinity=self._affinity)
             _check_graph(session, path, graph, self._spec)
             made = StaticSession(session, graph, self._spec)
-            made.bind_cache(self.cache.keys, self.cache.values)
+            if self._bound is not None:
+                made.bind_cache(*self._bound)
             self._sessions[graph] = made
             # Making it ran through much of onnxruntime, running needs a part of it, which comes back by itself.
             release_code()
@@ -217,11 +229,11 @@ class StaticBackend:
 
     def nbytes(self) -> dict[str, int]:
         buffers = sum(session.nbytes for session in self._sessions.values())
-        return {"kv": self.cache.nbytes, "buffers": buffers + sum(t.nbytes for t in self._tables) + self._logits.nbytes}
+        return {"kv": self._kv_bytes, "buffers": buffers + sum(t.nbytes for t in self._tables) + self._logits.nbytes}
 
     def close(self) -> None:
         self._running = None
-        del self._sessions, self.cache, self._tables, self._logits
+        del self._sessions, self._bound, self._tables, self._logits
 
 
 def kernel_of(bundle: Bundle) -> str:

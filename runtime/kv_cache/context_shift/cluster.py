@@ -16,7 +16,7 @@ import numpy as np
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import KVCache
 from edgeinfer.runtime.kv_cache.context_shift.policy import (
     Indices,
     LayerRotations,
@@ -44,11 +44,11 @@ class ClusterPolicy:
 
     name = "cluster"
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, options: ClusterOptions | None = None) -> None:
+    def __init__(self, spec: DecoderSpec, cache: KVCache, options: ClusterOptions | None = None) -> None:
         self._spec = spec
-        self._backend = backend
+        self._cache = cache
         self._options = options or ClusterOptions()
-        self._freed, self._recent = _sizes(self._options, backend.cache.capacity)
+        self._freed, self._recent = _sizes(self._options, cache.capacity)
         self._counts: dict[int, Floats] = {}  # by layer: tokens that its rows stood for after the last context shift
 
     @staticmethod
@@ -60,8 +60,8 @@ class ClusterPolicy:
         return counts + LayerRotations.planned_bytes(spec, capacity) + rows + weights_bytes(spec, capacity)
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
-        rows = self._backend.cache.length
-        rotations = LayerRotations(self._spec, self._backend.cache.capacity)
+        rows = self._cache.length
+        rotations = LayerRotations(self._spec, self._cache.capacity)
         old, new, zero = np.arange(rows), np.arange(rows - self._freed), np.zeros(1, np.intp)
         remembered: dict[int, Floats] = {}
 
@@ -78,8 +78,8 @@ class ClusterPolicy:
             size = keys.shape[-1]
             return rotations.moved(layer, both[..., :size], zero, new), both[..., size:-1]
 
-        self._backend.cache.rewrite(edit)
-        weigh_rows(self._backend.cache, remembered)
+        self._cache.rewrite(edit)
+        weigh_rows(self._cache, remembered)
         self._counts = remembered
         return Removed(self._freed, self._freed)
 

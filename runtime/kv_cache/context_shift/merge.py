@@ -17,7 +17,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.records import dataclass
 from edgeinfer.nn.arithmetic import rope_tables
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
 from edgeinfer.runtime.kv_cache.context_shift.policy import (
     Indices,
     Removed,
@@ -35,13 +35,14 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class Observer:
-    """Queries of the tokens that were fed last, by a backend that can skip layers and resume from hidden states."""
+    """Queries of the tokens that were fed last, by a backend that can skip layers and resume from hidden states. Its
+    passes run at once and alone: each has one layer, where no other sequence's pass has."""
 
-    def __init__(self, bundle: Bundle, backend: Backend) -> None:
+    def __init__(self, bundle: Bundle, backend: Backend, cache: KVCache) -> None:
         assert bundle.manifest.decoder is not None, "whoever makes an observer checks that"
         self._bundle = bundle
         self._spec = bundle.manifest.decoder
-        self._backend = backend
+        self._backend, self._cache = backend, cache
 
     @staticmethod
     def planned_bytes(spec: DecoderSpec, tokens: int) -> int:
@@ -53,20 +54,21 @@ class Observer:
     def queries(self, tokens: Sequence[int]) -> list[Floats]:  # L x (H, g, w, h)
         """Rotated queries of the last tokens, grouped by the key head they attend with, of every layer."""
         layers, states = self._spec.num_layers, self._entering(tokens)
-        start = self._backend.cache.length - len(tokens)
-        tables = rope_tables(self._spec.rope, start + len(tokens), self._backend.cache.capacity)
+        start = self._cache.length - len(tokens)
+        tables = rope_tables(self._spec.rope, start + len(tokens), self._cache.capacity)
         cos, sin = (table[start:] for table in tables)  # (w, r/2)
         return [self._query(layer, state, cos, sin) for layer, state in zip(range(layers), states, strict=True)]
 
     def _entering(self, tokens: Sequence[int]) -> Iterator[Floats]:  # L x (w, D), one at a time
         """The hidden states before each layer. The last layer is not run, but its rows are as they were."""
-        layers, start = self._spec.num_layers, self._backend.cache.length - len(tokens)
+        layers, start = self._spec.num_layers, self._cache.length - len(tokens)
         ids, places = np.array(tokens, np.int64), np.arange(start, start + len(tokens))
         hidden: Floats | None = None
         for layer in range(layers):
             mask = np.arange(2 * layers) // 2 == layer - 1  # none before the first: what comes out are the embeddings
-            self._backend.cache.trim(start)
-            output = self._backend.forward(ForwardInput(ids, places, _NO_ROWS, layer_mask=mask, hidden=hidden))
+            self._cache.trim(start)
+            layers_pass = Pass(ids, places, _NO_ROWS, layer_mask=mask, hidden=hidden)
+            (output,) = self._backend.forward([(self._cache, layers_pass)])
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             hidden = output.hidden.copy()
             yield hidden
@@ -146,13 +148,13 @@ class MergePolicy:
 
     name = "merge"
 
-    def __init__(self, bundle: Bundle, backend: Backend, options: MergeOptions | None = None) -> None:
+    def __init__(self, bundle: Bundle, backend: Backend, cache: KVCache, options: MergeOptions | None = None) -> None:
         assert bundle.manifest.decoder is not None, "whoever makes a policy checks that"
         self._spec = bundle.manifest.decoder
-        self._backend = backend
-        self._observer = Observer(bundle, backend)
+        self._cache = cache
+        self._observer = Observer(bundle, backend, cache)
         self._options = options or MergeOptions()
-        self._freed, self._observed, self._recent = _sizes(self._options, backend.cache.capacity)
+        self._freed, self._observed, self._recent = _sizes(self._options, cache.capacity)
         self._past: dict[int, _Past] = {}
 
     @staticmethod
@@ -170,8 +172,8 @@ class MergePolicy:
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
         queries = self._observer.queries(tokens[-self._observed :])
-        rows, merged = self._backend.cache.length, 0
-        rotation = Rotation(self._spec.rope, self._backend.cache.capacity)
+        rows, merged = self._cache.length, 0
+        rotation = Rotation(self._spec.rope, self._cache.capacity)
         old, new, zero = np.arange(rows), np.arange(rows - self._freed), np.zeros(1, np.intp)
         past: dict[int, _Past] = {}
 
@@ -187,8 +189,8 @@ class MergePolicy:
             size = keys.shape[-1]
             return rotation.moved(both[..., :size], zero, new), both[..., size:]
 
-        self._backend.cache.rewrite(edit)
-        weigh_rows(self._backend.cache, {layer: each.counts for layer, each in past.items()})
+        self._cache.rewrite(edit)
+        weigh_rows(self._cache, {layer: each.counts for layer, each in past.items()})
         self._past = past
         return Removed(self._freed, merged / (self._spec.num_layers * self._spec.num_kv_heads))
 

@@ -19,7 +19,7 @@ from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Overflow
 from edgeinfer.nn.arithmetic import rope_tables
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import KVCache
+from edgeinfer.runtime.backends.contract import KVCache
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.paging.layout import PAGE, PAGE_UNIT, pages_for
 
@@ -47,7 +47,7 @@ class Lost:
 
 
 class ContextShiftPolicy(Protocol):
-    """Makes room in one backend's cache. All its choices are functions of the text, the same every time."""
+    """Makes room in one cache. All its choices are functions of the text, the same every time."""
 
     @property
     def name(self) -> str:

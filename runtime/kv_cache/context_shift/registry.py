@@ -8,7 +8,7 @@ from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, KVCache
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterPolicy
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergePolicy
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy
@@ -25,7 +25,7 @@ _STOP = "Use " + Setting("overflow", "stop")
 class _Kind:
     """A policy's class, memory and needs: layers that can be run one by one, full attention."""
 
-    make: Callable[[Bundle, DecoderSpec, Backend], ContextShiftPolicy]
+    make: Callable[[Bundle, DecoderSpec, Backend, KVCache], ContextShiftPolicy]
     planned_bytes: Callable[[DecoderSpec, int], int]
     observes: bool
     reorders: bool
@@ -33,14 +33,14 @@ class _Kind:
 
 # All but "stop", which makes no room: a text then ends where the context does.
 POLICIES: dict[str, _Kind] = {
-    "window": _Kind(lambda b, spec, backend: WindowPolicy(spec, backend), WindowPolicy.planned_bytes, False, False),
-    "merge": _Kind(lambda bundle, s, backend: MergePolicy(bundle, backend), MergePolicy.planned_bytes, True, True),
-    "cluster": _Kind(lambda b, spec, backend: ClusterPolicy(spec, backend), ClusterPolicy.planned_bytes, False, True),
+    "window": _Kind(lambda b, spec, n, cache: WindowPolicy(spec, cache), WindowPolicy.planned_bytes, False, False),
+    "merge": _Kind(lambda bundle, s, *on: MergePolicy(bundle, *on), MergePolicy.planned_bytes, True, True),
+    "cluster": _Kind(lambda b, spec, n, cache: ClusterPolicy(spec, cache), ClusterPolicy.planned_bytes, False, True),
 }
 
 
-def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextShiftPolicy | None:
-    """The policy of this name for a backend's cache; None for "stop"."""
+def make_context_shift(name: str, bundle: Bundle, backend: Backend, cache: KVCache) -> ContextShiftPolicy | None:
+    """The policy of this name for a cache of a backend; None for "stop"."""
     if name not in POLICIES:
         return None
     kind, spec = POLICIES[name], bundle.manifest.decoder
@@ -59,11 +59,12 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextSh
     if odd:
         message = f"{bundle.path} has {odd[0]}={getattr(spec, odd[0])!r}, which overflow {name!r} does not know."
         raise UsageError(message, _STOP + (", or window." if kind.observes and not unknown else "."))
-    if backend.cache.capacity < _LEAST_CONTEXT:
-        message = (
-            f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {backend.cache.capacity}."
-        )
+    if cache.capacity < _LEAST_CONTEXT:
+        message = f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {cache.capacity}."
         raise UsageError(message, _STOP + ", or a larger " + Setting("context") + ".")
+    if kind.reorders and not cache.editable:
+        message = f"The {backend.name} backend cannot edit rows of its cache, as overflow {name!r} does."
+        raise UsageError(message, _STOP + ", or window.")
     if kind.reorders and spec.window_size:
         # Rows that are left stand closer together, so a layer's window would reach tokens that it must not see.
         message = f"Layers of {bundle.path} attend to the last {spec.window_size} tokens, which {name!r} would mix up."
@@ -72,7 +73,7 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextSh
     if kind.observes and not (can.layer_skip and can.hidden):
         message = f"The {backend.name} backend cannot run single layers, by which {name!r} observes attention."
         raise UsageError(message, _STOP + ", window or cluster.")
-    return kind.make(bundle, spec, backend)
+    return kind.make(bundle, spec, backend, cache)
 
 
 def planned_bytes(name: str, spec: DecoderSpec | None, capacity: int) -> int:

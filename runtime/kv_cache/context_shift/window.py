@@ -10,7 +10,7 @@ import numpy as np
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import KVCache
 from edgeinfer.runtime.kv_cache.context_shift.policy import LayerRotations, Removed
 
 # StreamingLLM's: one may do, four always did.
@@ -26,11 +26,11 @@ class WindowPolicy:
 
     name = "window"
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, sinks: int = SINKS, freed: float = _FREED) -> None:
+    def __init__(self, spec: DecoderSpec, cache: KVCache, sinks: int = SINKS, freed: float = _FREED) -> None:
         self._spec = spec
-        self._backend = backend
+        self._cache = cache
         self._sinks = sinks
-        self._freed = max(1, int(freed * backend.cache.capacity))
+        self._freed = max(1, int(freed * cache.capacity))
 
     @staticmethod
     def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
@@ -38,15 +38,18 @@ class WindowPolicy:
         return LayerRotations.planned_bytes(spec, capacity) + 7 * capacity * spec.kv_size * 4
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
-        rows = self._backend.cache.length
+        rows = self._cache.length
+        if not self._cache.editable:
+            self._cache.drop(self._sinks, self._sinks + self._freed)
+            return Removed(self._freed)
         kept = np.delete(np.arange(rows), slice(self._sinks, self._sinks + self._freed))
         now = np.arange(len(kept))
-        rotations = LayerRotations(self._spec, self._backend.cache.capacity)
+        rotations = LayerRotations(self._spec, self._cache.capacity)
 
         def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:  # (H, n, h) each
             return rotations.moved(layer, keys[:, kept], kept, now), values[:, kept]
 
-        self._backend.cache.rewrite(edit)
+        self._cache.rewrite(edit)
         return Removed(self._freed)
 
     def forget(self) -> None:

@@ -4,7 +4,8 @@ branches. The target's pass feeds the root and then the draft's nodes, so node i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import KVCache
+from edgeinfer.runtime.decoding.sequence import Passes
 
 Probabilities = NDArray[np.float64]  # (V,), a distribution over tokens
 State = Mapping[str, NDArray[Any]]
@@ -89,7 +92,7 @@ class Draft:
         """The nodes' tokens."""
         return [guess.token for guess in self.guesses]
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         """Whether every node is the child of the one before it."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
@@ -124,14 +127,14 @@ class Draft:
         return [self.guesses[node].token for node in self.branch(node)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     accepted: tuple[int, ...]  # nodes on the accepted path, from the root down
     token: int  # chosen after the last of them: the recovered token where a proposal was rejected, else the bonus
     bonus: bool  # whether the path ended at a node (or root) that had no child to reject
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Round:
     """What one pass of the target decided, whichever drafter drafted; or several plain ones, without rows."""
 
@@ -158,7 +161,8 @@ class Resumption:
 
 
 class TargetView(Protocol):
-    """What verification may ask of the target after a pass; nodes count as in `Draft`, -1 is the root."""
+    """What verification may ask of the target after a pass, about nodes that it yielded, which count as in `Draft`; -1
+    is the root."""
 
     def token(self, node: int) -> int:
         """The token that plain decoding chooses after this node, with the draw keyed by its position."""
@@ -177,10 +181,14 @@ class TargetView(Protocol):
         """Whether forms and biases leave the token of this node, never the root, a chance behind its path."""
 
 
+# What decides about a draft: yields each node before it looks at the logits behind it, and gives the verdict.
+Deciding = Generator[int, None, Verdict]
+
+
 class Verifier(Protocol):
     """Decides about a draft; a pure function of the draft and the target's view."""
 
-    def __call__(self, draft: Draft, target: TargetView) -> Verdict:
+    def __call__(self, draft: Draft, target: TargetView) -> Deciding:
         """The accepted path and the token after it."""
 
 
@@ -205,20 +213,26 @@ class Drafter:
         """Tokens of the text that the next guess reads besides the root, as all of a prompt before the first one."""
         return 0
 
-    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
-        """Up to `width` different tokens to follow context and drafted tokens, best first; empty where it has none."""
+    def guesses(
+        self, context: DraftContext, drafted: Sequence[int], width: int
+    ) -> Sequence[Guess] | Passes[Sequence[Guess]]:
+        """Up to `width` different tokens to follow context and drafted tokens, best first; empty where it has none.
+        Drafters with a model yield its passes (`guessed`)."""
         raise NotImplementedError
 
-    def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
+    def resume(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Resumption | None]:
         """Called once before a chain is verified: how its pass can use what drafting computed; None is not at all.
         Called only on a drafter whose node is in the chain; the target's cache is then as the drafter left it."""
         return None
+        yield
 
     def repeat(self) -> None:
         """Forget what the first of guesses made `at_once` computed for a round, so that it can be timed again."""
 
-    def for_sequence(self) -> Drafter | None:
-        """Another of its kind for one of several sequences, with which it shares what both learn; None if none can."""
+    def for_sequence(self, cache: KVCache) -> Drafter | None:
+        """Another of its kind for one of several sequences, whose rows are in `cache` and with which it shares what
+        both learn; None if none can. None of those with passes of their own can: next to others all would wait for each
+        guess, and for rows of so many sequences in a draft model no plan has memory."""
         return None
 
     def observe(self, round: Round) -> None:
@@ -237,6 +251,12 @@ class Drafter:
 
     def close(self) -> None:
         """Free what it holds."""
+
+
+def guessed(drafter: Drafter, context: DraftContext, drafted: Sequence[int], width: int) -> Passes[Sequence[Guess]]:
+    """The guesses of any drafter, with the passes that they take."""
+    found = drafter.guesses(context, drafted, width)
+    return (yield from found) if isinstance(found, Generator) else found
 
 
 def main_branch_first(draft: Draft) -> Draft:

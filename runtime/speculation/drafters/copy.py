@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
-from edgeinfer.runtime.planning.economics import Prior
+from edgeinfer.runtime.backends.contract import KVCache
+from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
 from edgeinfer.runtime.speculation.drafters.text_index import NONE, Aligner, Cursor, Evidence, SuffixIndex
@@ -27,7 +28,7 @@ class ForcedDrafter(Drafter):
         forced = context.forced(drafted)
         return (Guess(forced[0], 0),) if forced else ()
 
-    def for_sequence(self) -> ForcedDrafter:
+    def for_sequence(self, cache: KVCache) -> ForcedDrafter:
         return ForcedDrafter()
 
 
@@ -127,14 +128,13 @@ class CopyDrafter(Drafter):
             self._index.append(token)
         self._places = {(): place}
 
-    def for_sequence(self) -> CopyDrafter:
+    def for_sequence(self, cache: KVCache) -> CopyDrafter:
         return CopyDrafter()
 
     def nbytes(self) -> int:
         return self._index.nbytes() + self._aligner.nbytes()
 
     def close(self) -> None:
-        """Forget the conversation."""
         self.begin(())
 
     def _at(self, position: int, path: Sequence[int]) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import module_method
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter, OpenModule, Unread
@@ -32,45 +33,45 @@ class DflashDrafter(ModuleDrafter):
         self._known.clear()
         self._logits_of = None
 
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:  # (V,)
         base = context.root_row
-        if len(drafted) >= self._size(base) - 1 or not self._catch_up(context, base):
+        if len(drafted) >= self._size(base) - 1 or not (yield from self._catch_up(context, base)):
             return None
         if self._logits_of is None:
-            self._fill(_NO_ROWS, None, base, context.tokens[-1])
+            yield from self._fill(_NO_ROWS, None, base, context.tokens[-1])
         places = self._logits_of
         return None if places is None else places[len(drafted)]
 
     def _size(self, base: int) -> int:
         """Rows of a block whose root lies in a row of the context."""
-        return min(len(self._block), self._module.cache.capacity - base)
+        return min(len(self._block), self._cache.capacity - base)
 
-    def _read(self, unread: Unread) -> None:
+    def _read(self, unread: Unread) -> Passes[None]:
         self._logits_of = None
         base = int(unread.positions[-1]) + 1
         if unread.last and self._size(base) > 1:
-            self._fill(unread.positions, unread.states, base, int(unread.tokens[-1]))
+            yield from self._fill(unread.positions, unread.states, base, int(unread.tokens[-1]))
         else:
-            self._module.forward(ForwardInput(unread.tokens, unread.positions, _NO_ROWS, tapped=unread.states, block=0))
+            yield from self._evaluate(Pass(unread.tokens, unread.positions, _NO_ROWS, tapped=unread.states, block=0))
 
     def _fill(
         self, positions: np.ndarray[tuple[int], np.dtype[np.int64]], states: Floats | None, base: int, root: int
-    ) -> None:
+    ) -> Passes[None]:
         """One pass over rows of the text that were not read and over the block, whose rows go again."""
-        module, given, size = self._module, len(positions), self._size(base)
+        given, size = len(positions), self._size(base)
         self._block[0] = root
         # Which tokens the text's rows have is nowhere read.
         tokens = np.concatenate([np.full(given, root), self._block[:size]])
         places = np.concatenate([positions, np.arange(base, base + size)])
         rows = np.arange(given + 1, given + size)
-        start = module.cache.length
-        output = module.forward(ForwardInput(tokens, places, rows, tapped=states, block=size))
-        module.cache.trim(start + given)
+        start = self._cache.length
+        output = yield from self._evaluate(Pass(tokens, places, rows, tapped=states, block=size))
+        self._cache.trim(start + given)
         self._logits_of = output.logits
 
     def _trim(self, rows: int) -> None:
         self._logits_of = None
-        self._module.cache.trim(rows)
+        self._cache.trim(rows)
 
 
 METHODS = (

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import module_method
 from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter
@@ -24,10 +25,11 @@ class EagleDrafter(StepDrafter):
         self._nodes: dict[tuple[int, ...], Floats] = {}  # the module's state in the row of each path's last token
         self._path: list[int] = []  # whose rows are in the module's cache
 
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
-        base = context.root_row
-        cache = self._module.cache
-        if max(base, self._states.done) + 1 + len(drafted) > cache.capacity or not self._catch_up(context, base):
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:  # (V,)
+        base, cache = context.root_row, self._cache
+        if max(base, self._states.done) + 1 + len(drafted) > cache.capacity:
+            return None
+        if not (yield from self._catch_up(context, base)):
             return None
         if not drafted:
             return self._widened(self._first)
@@ -43,16 +45,16 @@ class EagleDrafter(StepDrafter):
             end = cached + 1
             while end < len(path) and path[:end] in self._nodes:
                 end += 1
-            logits = self._feed(path, cached, end, base)
+            logits = yield from self._feed(path, cached, end, base)
             cached = end
         return self._widened(logits)
 
-    def _feed(self, path: tuple[int, ...], start: int, end: int, base: int) -> Floats:  # (Vd,)
+    def _feed(self, path: tuple[int, ...], start: int, end: int, base: int) -> Passes[Floats]:  # (Vd,)
         """One pass over a path's tokens start..end-1: the logits behind the last of them."""
         hidden = np.stack([self._nodes[path[:place]] for place in range(start, end)])
         tokens, positions = np.array(path[start:end], np.int64), np.arange(base + start, base + end)
         last = np.array([end - start - 1])
-        output = self._module.forward(ForwardInput(tokens, positions, last, hidden=hidden))
+        output = yield from self._evaluate(Pass(tokens, positions, last, hidden=hidden))
         assert output.hidden is not None, "modules give their states"
         for place in range(start, end):
             self._nodes[path[: place + 1]] = output.hidden[place - start].copy()
@@ -72,7 +74,7 @@ class EagleDrafter(StepDrafter):
     def _trim(self, rows: int) -> None:
         """Leaves so many rows of the text in the module's cache, and none of a path."""
         self._path.clear()
-        self._module.cache.trim(rows)
+        self._cache.trim(rows)
 
 
 class MtpDrafter(EagleDrafter):

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import module_method
 from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter
@@ -32,26 +33,28 @@ class HydraPlusDrafter(StepDrafter):
         self._no_layers = np.zeros(2 * geometry.num_layers, np.bool_)
         self._prefix = np.empty(geometry.hidden_size, np.float32)  # what all heads read
 
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
-        base, size, cache = context.root_row, 1 + len(drafted), self._module.cache
-        if size > self._heads or max(base, self._states.done) + size > cache.capacity:
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:  # (V,)
+        base, size = context.root_row, 1 + len(drafted)
+        if size > self._heads or max(base, self._states.done) + size > self._cache.capacity:
             return None
-        if not self._catch_up(context, base):
+        if not (yield from self._catch_up(context, base)):
             return None
-        return self._widened(self._run([context.tokens[-1], *drafted], base) if drafted else self._first)
+        if not drafted:
+            return self._widened(self._first)
+        return self._widened((yield from self._run([context.tokens[-1], *drafted], base)))
 
-    def _run(self, tokens: Sequence[int], base: int) -> Floats:  # (Vd,)
+    def _run(self, tokens: Sequence[int], base: int) -> Passes[Floats]:  # (Vd,)
         """What the head behind these tokens says; rows that the pass took go again."""
         size = len(tokens)
-        batch = ForwardInput(
+        batch = Pass(
             np.array(tokens, np.int64),
             np.arange(base, base + size),
             _FIRST_ROW,
             layer_mask=self._no_layers,
             hidden=np.broadcast_to(self._prefix, (size, len(self._prefix))),
         )
-        output = self._module.forward(batch)
-        self._module.cache.trim(self._states.done)
+        output = yield from self._evaluate(batch)
+        self._cache.trim(self._states.done)
         logits: Floats = output.logits[0]
         return logits
 
@@ -59,7 +62,7 @@ class HydraPlusDrafter(StepDrafter):
         self._prefix[:] = state
 
     def _trim(self, rows: int) -> None:
-        self._module.cache.trim(rows)
+        self._cache.trim(rows)
 
     def nbytes(self) -> int:
         return super().nbytes() + self._prefix.nbytes

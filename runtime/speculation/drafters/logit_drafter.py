@@ -13,22 +13,23 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import KVCache
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 
 # Runs one pass: tokens (S,), positions (S,), rows (R,) -> logits (R, V), valid until the backend's next pass.
-Pass = Callable[[Ints, Ints, Ints], Floats]
+Run = Callable[[Ints, Ints, Ints], Passes[Floats]]
 
-# Whose rows each backend holds: several followers may take turns at one, and rows look the same from outside whoever
-# wrote them. A mark, not the follower, which would keep its backend alive.
-_owners: WeakKeyDictionary[Backend, object] = WeakKeyDictionary()
+# Whose rows each cache holds: several followers may take turns at one, and rows look the same from outside whoever
+# wrote them. A mark, not the follower, which would keep its cache alive.
+_owners: WeakKeyDictionary[KVCache, object] = WeakKeyDictionary()
 
 
 class Follower:
     """Keeps the cache's rows from `start` on in step with a path: a head of committed tokens, then drafted ones."""
 
-    def __init__(self, backend: Backend, run: Pass, chunk: int) -> None:
-        self._backend = backend
+    def __init__(self, cache: KVCache, run: Run, chunk: int) -> None:
+        self._cache = cache
         self._run = run
         self._chunk = chunk
         self._fed: list[int] = []  # tokens of the rows from `start` on
@@ -39,8 +40,8 @@ class Follower:
 
     @property
     def owns(self) -> bool:
-        """Whether no other follower wrote the backend's last rows."""
-        return _owners.get(self._backend) is self._mark
+        """Whether no other follower wrote the cache's last rows."""
+        return _owners.get(self._cache) is self._mark
 
     @property
     def end(self) -> int:
@@ -49,16 +50,16 @@ class Follower:
 
     def restart(self, start: int) -> None:
         """Follow from row `start` on, which the cache must reach, and drop what comes after it."""
-        self._backend.cache.trim(start)
+        self._cache.trim(start)
         self.start = start
         self._fed.clear()
         self._agreed = 0
         self._last = None
-        _owners[self._backend] = self._mark
+        _owners[self._cache] = self._mark
 
     def leave(self) -> None:
         """Give up the cache's rows."""
-        _owners.pop(self._backend, None)
+        _owners.pop(self._cache, None)
 
     def doubt(self) -> None:
         """Another head follows: compares it from its beginning the next time."""
@@ -86,7 +87,7 @@ class Follower:
         """Tokens that the cache lacks of a head, besides its last one; it may have only grown, as `follow` says."""
         return max(0, len(head) - 1 - (self.shared(head, ()) if self.owns else 0))
 
-    def follow(self, head: Sequence[int], drafted: Sequence[int], wanted: int) -> Floats:
+    def follow(self, head: Sequence[int], drafted: Sequence[int], wanted: int) -> Passes[Floats]:
         """Feed what the cache lacks of a path and give the logits after so many of its last tokens (wanted, V), a view
         that the backend's next pass overwrites."""
         if not self.owns:
@@ -98,30 +99,31 @@ class Follower:
         if shared < len(self._fed):
             shared = self._cut(shared)
         # Drafted tokens come and go, and with them the last ones whose logits are asked for again.
-        self._backend.cache.hold(self.start + max(0, len(head) - wanted))
+        self._cache.hold(self.start + max(0, len(head) - wanted))
         missing = [*head[shared:], *drafted[max(0, shared - len(head)) :]]
         at = 0
         while len(missing) - at > max(self._chunk, wanted):
             size = min(self._chunk, len(missing) - at - wanted)
-            self._feed(missing[at : at + size], 0)
+            yield from self._feed(missing[at : at + size], 0)
             at += size
-        logits = self._feed(missing[at:], wanted) if at < len(missing) else np.empty((0, 0), np.float32)
+        logits = (yield from self._feed(missing[at:], wanted)) if at < len(missing) else np.empty((0, 0), np.float32)
         self._last = logits[-1:] if wanted else None
         return logits
 
     def _cut(self, rows: int) -> int:
         """Cut the rows to so many, or fewer where the cache can go on from those alone; tells how many are left."""
-        rows = self._backend.cache.resumable(self.start + rows) - self.start
-        self._backend.cache.trim(self.start + rows)
+        rows = self._cache.rewindable_to(self.start + rows) - self.start
+        self._cache.trim(self.start + rows)
         del self._fed[rows:]
         self._agreed = min(self._agreed, rows)
         self._last = None
         return rows
 
-    def _feed(self, tokens: Sequence[int], wanted: int) -> Floats:  # (wanted, V)
+    def _feed(self, tokens: Sequence[int], wanted: int) -> Passes[Floats]:  # (wanted, V)
         size, first = len(tokens), self.end
         self._last = None
-        logits = self._run(np.array(tokens, np.int64), np.arange(first, first + size), np.arange(size - wanted, size))
+        places, rows = np.arange(first, first + size), np.arange(size - wanted, size)
+        logits = yield from self._run(np.array(tokens, np.int64), places, rows)
         self._fed.extend(tokens)
         return logits
 
@@ -149,20 +151,20 @@ class LogitDrafter(Drafter):
         self._powers = np.empty(vocabulary, np.float32)
 
     @abstractmethod
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:  # (V,)
         """After context and drafted tokens, valid until the next pass; None where the path does not fit the cache."""
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Forget the guesses of the last round."""
         self._known.clear()
 
-    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Passes[Sequence[Guess]]:
         """The token that `context.draw` chooses, then others; asked again within a round it costs nothing. Others are
         further draws from the same distribution, or, where there is none, the most likely tokens."""
         path = tuple(drafted)
         found = self._known.get(path, ())
-        if len(found) < width and (logits := self._logits(context, drafted)) is not None:
-            found = self._learn(context, path, logits, width)
+        if len(found) < width:
+            logits = yield from self._logits(context, drafted)
+            found = found if logits is None else self._learn(context, path, logits, width)
         return found[:width]
 
     def _learn(self, context: DraftContext, path: tuple[int, ...], logits: Floats, width: int) -> tuple[Guess, ...]:
@@ -199,7 +201,6 @@ class LogitDrafter(Drafter):
         return self._powers.nbytes
 
     def restore(self, state: State) -> None:
-        """There is nothing to take back."""
         if state:
             raise StorageError("What was kept belongs to another drafter.", "Delete it; it is learned again.")
 

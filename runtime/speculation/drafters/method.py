@@ -12,10 +12,9 @@ from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.core.methods import DeclaredMethod, find_method, product_methods
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ObservedBackend
-from edgeinfer.runtime.backends.wrapped import uncounted
-from edgeinfer.runtime.planning.economics import Prior
+from edgeinfer.runtime.backends.contract import Backend, KVCache
 from edgeinfer.runtime.planning.facts import BundleFacts
+from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 
@@ -30,7 +29,9 @@ class DrafterParts:
     """What drafters are made of."""
 
     target: Backend  # the backend whose text is drafted
+    cache: KVCache  # of the text in it
     model: Backend | None  # the backend of a small model with the same tokenizer; None where none was given
+    model_cache: KVCache | None  # the sequence that its drafters take turns at
     chunk: int  # tokens of a prompt that the small model evaluates per pass
     tuning: TunedDrafting  # what `edgeinfer tune` found for this bundle and device
     # Per token of a draft, where drafting is with fewer; None takes half of the model's own number.
@@ -46,35 +47,29 @@ class DrafterParts:
         """The small model, where it can run without its target."""
         return self.model if self.module is None else None
 
-    @property
-    def observed(self) -> ObservedBackend | None:
-        """The target, where a module can follow its passes."""
-        inner = uncounted(self.target)
-        return inner if isinstance(inner, ObservedBackend) else None
-
-    def require_model(self) -> Backend:
-        """The small model; UsageError where there is none."""
-        if self.whole_model is None:
+    def require_model(self) -> tuple[Backend, KVCache]:
+        """The small model and its sequence; UsageError where there is none."""
+        if self.whole_model is None or self.model_cache is None:
             hint = "Name one with " + Setting("draft_model") + ", or leave this drafter out."
             raise UsageError("No draft model was given.", hint)
-        return self.whole_model
+        return self.whole_model, self.model_cache
 
     def has_module(self, drafter: str) -> bool:
-        """Whether there is a module of a drafter, and a target whose passes it can follow."""
+        """Whether there is a module of a drafter, and a target whose passes give the states it reads."""
         module = None if self.module is None else self.module.manifest.module
-        return module is not None and module.drafter == drafter and self.observed is not None
+        return module is not None and module.drafter == drafter and self.target.shows_states
 
     def open_module(self, drafter: str, what: str, hint: str) -> OpenModule:
         """The draft module of a drafter; UsageError where there is none that can draft here."""
         from edgeinfer.bundle.additions import read_draft_tokens
         from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule
 
-        target, module, bundle = self.observed, self.model, self.module
-        if target is None or module is None or bundle is None or not self.has_module(drafter):
+        module, own, bundle = self.model, self.model_cache, self.module
+        if module is None or own is None or bundle is None or not self.has_module(drafter):
             raise UsageError(f"The model has no {what} that can draft here.", hint)
         described, tapped = bundle.manifest.module, self.bundle is not None and bool(self.bundle.manifest.taps)
         assert described is not None, "it has a module"
-        return OpenModule(target, module, described, tapped, read_draft_tokens(bundle))
+        return OpenModule(self.target, self.cache, module, own, described, tapped, read_draft_tokens(bundle))
 
     def heads(self, kind: str) -> Heads:
         """The heads of a kind; UsageError where the bundle has none."""

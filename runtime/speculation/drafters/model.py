@@ -9,9 +9,10 @@ import numpy as np
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import ModelError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.planning.economics import Prior
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.planning.facts import BundleFacts
+from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower, LogitDrafter
@@ -25,18 +26,20 @@ class ModelDrafter(LogitDrafter):
 
     name = "model"
 
-    def __init__(self, backend: Backend, chunk: int, vocabulary: int | None = None) -> None:
+    def __init__(self, backend: Backend, cache: KVCache, chunk: int, vocabulary: int | None = None) -> None:
         own = backend.geometry.vocab_size
         super().__init__(vocabulary or own)
-        self._backend = backend
+        self._backend, self._cache = backend, cache
         self._own = own
-        self._follower = Follower(backend, self._run, chunk)
+        self._follower = Follower(cache, self._run, chunk)
         # Columns that the drafter lacks stay impossible.
         self._padded = np.full(vocabulary if vocabulary and vocabulary > own else 0, -np.inf, np.float32)
 
-    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Passes[Floats]:
         # An id of the target's padding means nothing to either model; any other one stands for it here.
-        return self._backend.forward(ForwardInput(np.minimum(tokens, self._own - 1), positions, rows)).logits
+        batch = Pass(np.minimum(tokens, self._own - 1), positions, rows)
+        (output,) = yield Evaluate(self._backend, [(self._cache, batch)])
+        return output.logits
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Forget the guesses of the last round; what the cache shares with the prompt stays."""
@@ -45,24 +48,24 @@ class ModelDrafter(LogitDrafter):
 
     def unread(self, context: DraftContext) -> int:
         """What the cache lacks of the text; nothing where the text does not fit it, so that none of it is read."""
-        return self._follower.unread(context.tokens) if len(context.tokens) <= self._backend.cache.capacity else 0
+        return self._follower.unread(context.tokens) if len(context.tokens) <= self._cache.capacity else 0
 
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
-        if len(context.tokens) + len(drafted) > self._backend.cache.capacity:
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:  # (V,)
+        if len(context.tokens) + len(drafted) > self._cache.capacity:
             return None
-        return self._widened(self._follower.follow(context.tokens, drafted, 1)[0])
+        return self._widened((yield from self._follower.follow(context.tokens, drafted, 1))[0])
 
-    def after(self, tokens: Sequence[int]) -> Floats | None:  # (V,)
+    def after(self, tokens: Sequence[int]) -> Passes[Floats | None]:  # (V,)
         """Logits after a text that has only grown since `begin`, a view; None where it does not fit the cache."""
-        if len(tokens) > self._backend.cache.capacity:
+        if len(tokens) > self._cache.capacity:
             return None
-        return self._widened(self._follower.follow(tokens, (), 1)[0])
+        return self._widened((yield from self._follower.follow(tokens, (), 1))[0])
 
-    def behind(self, tokens: Sequence[int], count: int) -> list[Floats] | None:
+    def behind(self, tokens: Sequence[int], count: int) -> Passes[list[Floats] | None]:
         """Copies of the logits (V,) after each of the last tokens of such a text; None where it does not fit."""
-        if len(tokens) > self._backend.cache.capacity:
+        if len(tokens) > self._cache.capacity:
             return None
-        return [self._widened(row).copy() for row in self._follower.follow(tokens, (), count)]
+        return [self._widened(row).copy() for row in (yield from self._follower.follow(tokens, (), count))]
 
     def _widened(self, logits: Floats) -> Floats:  # (V of the drafter,) -> (V,)
         if not len(self._padded):
@@ -94,7 +97,7 @@ METHODS = (
     DrafterMethod(
         name="model",
         help="a small model of the same tokenizer",
-        make=lambda parts: ModelDrafter(parts.require_model(), parts.chunk, parts.target.geometry.vocab_size),
+        make=lambda parts: ModelDrafter(*parts.require_model(), parts.chunk, parts.target.geometry.vocab_size),
         in_auto=lambda parts: parts.whole_model is not None,
         prior=_prior,
         runs="model",

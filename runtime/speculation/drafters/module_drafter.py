@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.spec import WAITING_ROWS, DraftModule
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, ObservedBackend
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, run_alone
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
@@ -29,27 +30,16 @@ class Unread:
     last: bool  # whether the root is behind the last of them
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Interrupted:
-    """What waited before a tree of which one row was passed again, and the tree."""
-
-    first: int  # the first row that waited
-    waiting: list[int]  # tokens of the rows that waited
-    states: Floats  # of these. (N, W)
-    tree: list[int]  # tokens of the tree
-    branches: Floats  # states of these. (S, W)
-
-
 class TargetStates:
-    """Follows the rows of the target's cache by its passes; `observe` is called after each. A module's row for a token
+    """Follows the rows of a target's cache by its passes; `observe` is called after each. A module's row for a token
     reads the state before it, so a row can be `read` once the token behind it is known. Rows that no pass showed, as
     those of a prefix that was kept elsewhere, are left out."""
 
     def __init__(
         self,
         width: int,
-        state: Callable[[ForwardOutput], Floats | None],
-        read: Callable[[Unread], None],
+        state: Callable[[PassResult], Floats | None],
+        read: Callable[[Unread], Passes[None]],
         trim: Callable[[int], None],
     ) -> None:
         self._state, self._read, self._trim = state, read, trim
@@ -58,7 +48,6 @@ class TargetStates:
         self._tokens: list[int] = []  # of the rows that wait
         self._states = np.empty((WAITING_ROWS, width), np.float32)
         self._branches: tuple[list[int], Floats] | None = None  # of a tree, of which verification keeps a path
-        self._interrupted: _Interrupted | None = None
 
     @property
     def done(self) -> int:
@@ -75,10 +64,10 @@ class TargetStates:
         """Bytes of the rows that wait."""
         return self._states.nbytes
 
-    def observe(self, start: int, batch: ForwardInput, output: ForwardOutput) -> None:
+    def observe(self, start: int, batch: Pass, output: PassResult) -> None:
         """A pass of the target over new tokens, from row `start` on."""
         self.cut(start)
-        tree, self._branches, self._interrupted = self._branches, None, None
+        self._branches = None
         states = self._state(output)
         whole = batch.planes == 2 and batch.experts is None and batch.layer_mask is None
         if states is None or not whole:
@@ -87,10 +76,6 @@ class TargetStates:
         if self._done and self._done[-1][0] == start - 1 and self._done[-1][1] != tokens[0]:
             self._forget(self.done - 1)
         if self._first + len(self._tokens) != start:
-            if tree is not None:
-                # It may be the last row of the path that is kept, which is only said afterwards.
-                before = self._states[: len(self._tokens)].copy()
-                self._interrupted = _Interrupted(self._first, self._tokens.copy(), before, *tree)
             self._tokens.clear()
             self._first = start
         if batch.tree is None:
@@ -99,21 +84,11 @@ class TargetStates:
             self._branches = tokens, states.copy()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the last pass, if it was over a tree, in this order; so they do if the last of them was
-        passed again since, alone."""
+        """Keep these rows of the last pass, if it was over a tree, in this order."""
         if self._branches is not None:
             tokens, states = self._branches
             self._branches = None
             self._append([tokens[row] for row in rows], states[list(rows)])
-        elif (was := self._interrupted) is not None:
-            self._interrupted = None
-            started, again = was.first + len(was.waiting), self._tokens.copy()
-            if started + len(rows) - 1 == self._first and again == [was.tree[rows[-1]]]:
-                state, path = self._states[:1].copy(), list(rows[:-1])
-                self._first, self._tokens = was.first, was.waiting
-                self._states[: len(was.waiting)] = was.states
-                self._append([was.tree[row] for row in path], was.branches[path])
-                self._append(again, state)
 
     def cut(self, row: int) -> None:
         """The text's rows from this one on are dropped."""
@@ -130,37 +105,38 @@ class TargetStates:
                 self._forget(place)
                 return
 
-    def catch_up(self, base: int, root: int) -> bool:
+    def catch_up(self, base: int, root: int) -> Passes[bool]:
         """Read all rows up to the one before the root, whose row `base` will be; false where that one is not known."""
         self.cut(base)
         if self._first + len(self._tokens) != base or not self._tokens:
             return False
-        self._hand_over([*self._tokens[1:], root], last=True)
+        yield from self._hand_over([*self._tokens[1:], root], last=True)
         return True
 
     def clear(self) -> None:
         """Forget all rows."""
         self._tokens.clear()
-        self._branches = self._interrupted = None
+        self._branches = None
         self._forget(0)
 
     def _append(self, tokens: Sequence[int], states: Floats) -> None:  # (S, W)
         at = 0
         while at < len(tokens):
             if len(self._tokens) == WAITING_ROWS:
-                # The last one waits for the token behind it.
-                self._hand_over(self._tokens[1:], last=False)
+                # The last one waits for the token behind it. Within a pass of the target none can be waited for, so
+                # what is read here shares no pass with others.
+                run_alone(self._hand_over(self._tokens[1:], last=False))
             size = min(len(tokens) - at, WAITING_ROWS - len(self._tokens))
             waiting = len(self._tokens)
             self._states[waiting : waiting + size] = states[at : at + size]
             self._tokens.extend(tokens[at : at + size])
             at += size
 
-    def _hand_over(self, behind: Sequence[int], *, last: bool) -> None:
+    def _hand_over(self, behind: Sequence[int], *, last: bool) -> Passes[None]:
         """Has the first rows read, behind which these tokens are."""
         size = len(behind)
         positions = np.arange(self._first, self._first + size)
-        self._read(Unread(np.array(behind, np.int64), positions, self._states[:size], last))
+        yield from self._read(Unread(np.array(behind, np.int64), positions, self._states[:size], last))
         self._done.extend(zip(positions.tolist(), behind, strict=True))
         left = len(self._tokens) - size
         self._states[:left] = self._states[size : size + left]
@@ -180,8 +156,10 @@ _NO_ROWS = np.zeros(0, np.int64)
 class OpenModule:
     """A draft module that was loaded for a target."""
 
-    target: ObservedBackend  # whose passes it follows
+    target: Backend  # whose passes it follows
+    text: KVCache  # of the text that it follows there
     backend: Backend  # the module's, which nothing but its drafter uses; the drafter does not close it
+    cache: KVCache  # its own
     described: DraftModule  # what the module reads
     tapped: bool  # whether that is the states of tapped layers; otherwise the last ones
     tokens: NDArray[np.int64] | None  # the target's tokens that the module's are; None where they are the same. (Vd,)
@@ -197,12 +175,27 @@ class ModuleDrafter(LogitDrafter):
         super().__init__(vocabulary)
         self._tokens = own.tokens
         self._all = np.full(0 if own.tokens is None else vocabulary, -np.inf, np.float32)
-        self._target, self._module = own.target, own.backend
+        self._target, self._text, self._module, self._cache = own.target, own.text, own.backend, own.cache
         self._states = TargetStates(own.described.width, _tapped if own.tapped else _last, self._read, self._trim)
         self._ready = False  # it has read the text up to the root
         self._lost = 0
-        self._module.cache.trim(0)
-        self._target.observe_pass = self._states.observe
+        self._cache.trim(0)
+        self._target.observers.append(self)
+
+    def passed(self, cache: KVCache, start: int, batch: Pass, result: PassResult) -> None:
+        """Follow a pass over the text."""
+        if cache is self._text:
+            self._states.observe(start, batch, result)
+
+    def kept(self, cache: KVCache, start: int, rows: Sequence[int]) -> None:
+        """Follow the path of a tree that was kept."""
+        if cache is self._text:
+            self._states.keep(rows)
+
+    def _evaluate(self, batch: Pass) -> Passes[PassResult]:
+        """Run a pass of the module."""
+        (output,) = yield Evaluate(self._module, [(self._cache, batch)])
+        return output
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Follow a text that may be another, or the same that has been fed further."""
@@ -211,17 +204,16 @@ class ModuleDrafter(LogitDrafter):
         self._states.compare(tokens)
 
     def observe(self, round: Round) -> None:
-        """Keep the states of the accepted path; the draft's own rows go."""
+        """A round is over: the draft's own rows go."""
         super().observe(round)
         self._leave_draft()
-        self._states.keep([0, *(node + 1 for node in round.verdict.accepted)])
 
     def unread(self, context: DraftContext) -> int:
         """Rows that wait, besides the one before the root."""
         return 0 if self._ready else max(0, self._states.waiting - 1)
 
     @abstractmethod
-    def _read(self, unread: Unread) -> None:
+    def _read(self, unread: Unread) -> Passes[None]:
         """Read rows of the text."""
 
     @abstractmethod
@@ -232,7 +224,7 @@ class ModuleDrafter(LogitDrafter):
         """A round is over: what was computed for it is of no use."""
         self._ready = False
 
-    def _catch_up(self, context: DraftContext, base: int) -> bool:
+    def _catch_up(self, context: DraftContext, base: int) -> Passes[bool]:
         """Read the text up to the root; false where the row before it is not known."""
         if self._ready:
             return True
@@ -240,7 +232,7 @@ class ModuleDrafter(LogitDrafter):
             # Rows have moved, and what they were is not known.
             self._lost = context.lost()
             self._states.clear()
-        self._ready = self._states.catch_up(base, context.tokens[-1])
+        self._ready = yield from self._states.catch_up(base, context.tokens[-1])
         return self._ready
 
     def _widened(self, logits: Floats) -> Floats:  # (Vd,) -> (V,)
@@ -256,7 +248,8 @@ class ModuleDrafter(LogitDrafter):
     def close(self) -> None:
         """Follow the target's passes no longer."""
         super().close()
-        self._target.observe_pass = None
+        if self in self._target.observers:
+            self._target.observers.remove(self)
 
 
 class StepDrafter(ModuleDrafter):
@@ -272,10 +265,10 @@ class StepDrafter(ModuleDrafter):
     def _begin_at(self, state: Floats) -> None:  # (D,)
         """Take the module's state in the row before the root, a view that the next pass overwrites."""
 
-    def _read(self, unread: Unread) -> None:
+    def _read(self, unread: Unread) -> Passes[None]:
         self._leave_draft()
         rows = np.array([len(unread.tokens) - 1]) if unread.last else _NO_ROWS
-        output = self._module.forward(ForwardInput(unread.tokens, unread.positions, rows, tapped=unread.states))
+        output = yield from self._evaluate(Pass(unread.tokens, unread.positions, rows, tapped=unread.states))
         if not unread.last:
             return
         assert output.hidden is not None, "modules give their states"
@@ -286,9 +279,9 @@ class StepDrafter(ModuleDrafter):
         return super().nbytes() + self._first.nbytes
 
 
-def _tapped(output: ForwardOutput) -> Floats | None:  # (S, W)
+def _tapped(output: PassResult) -> Floats | None:  # (S, W)
     return output.tapped
 
 
-def _last(output: ForwardOutput) -> Floats | None:  # (S, D)
+def _last(output: PassResult) -> Floats | None:  # (S, D)
     return output.hidden

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError
-from edgeinfer.runtime.planning.economics import Prior
+from edgeinfer.runtime.backends.contract import KVCache
+from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
 
@@ -90,7 +91,6 @@ class NgramDrafter(Drafter):
         return 4 * _REMEMBERED
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Learn what is new of a prompt."""
         new = np.array(tokens, np.int32)
         shared = min(len(new), self._length)
         differing = np.flatnonzero(new[:shared] != self._text[:shared])
@@ -126,8 +126,7 @@ class NgramDrafter(Drafter):
                 self._text[self._length] = token
                 self._length += 1
 
-    def for_sequence(self) -> NgramDrafter:
-        """Another with the same tables, which both fill."""
+    def for_sequence(self, cache: KVCache) -> NgramDrafter:
         return NgramDrafter(self._vocabulary, self._bits, shared=self)
 
     def nbytes(self) -> int:
@@ -141,7 +140,6 @@ class NgramDrafter(Drafter):
         return {"tags": self._tags, "tokens": self._tokens, "counts": self._counts, "vocabulary": vocabulary}
 
     def restore(self, state: State) -> None:
-        """Take back tables; none of an empty state."""
         if not state:
             return
         vocabulary = state.get("vocabulary", np.zeros(0))
@@ -166,7 +164,6 @@ class NgramDrafter(Drafter):
             mine[:] = kept
 
     def close(self) -> None:
-        """Forget the conversation."""
         self._length, self._tail = 0, []
 
     def _alike(self, state: State, name: str) -> NDArray[Any]:

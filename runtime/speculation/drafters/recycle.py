@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError
 from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.planning.economics import Prior
+from edgeinfer.runtime.backends.contract import KVCache
+from edgeinfer.runtime.profile.costs import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
@@ -117,7 +118,6 @@ class RecycleDrafter(Drafter):
         self._last = tokens[-1] if len(tokens) else _NONE
 
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
-        """The candidates behind the last token."""
         last = drafted[-1] if drafted else self._last
         row = _NOWHERE if last == _NONE else self._row_at[last]
         start = row * _BEST
@@ -153,8 +153,7 @@ class RecycleDrafter(Drafter):
                 self._rows.came[row] = 0
             self._rows.best[row, : len(found)] = found
 
-    def for_sequence(self) -> RecycleDrafter:
-        """Another with the same matrix, which both fill."""
+    def for_sequence(self, cache: KVCache) -> RecycleDrafter:
         return RecycleDrafter(self._vocabulary, shared=self)
 
     def nbytes(self) -> int:
@@ -168,7 +167,6 @@ class RecycleDrafter(Drafter):
         return {"rows": tokens, "best": self._rows.best[rows], "came": self._rows.came[rows], "vocabulary": vocabulary}
 
     def restore(self, state: State) -> None:
-        """Take back rows; none of an empty state."""
         if not state:
             return
         vocabulary = state.get("vocabulary", np.zeros(0))
@@ -193,7 +191,6 @@ class RecycleDrafter(Drafter):
         return ascending and bool(np.all(inside)) and not twice.any() and bool(np.all(known[:, :-1] >= known[:, 1:]))
 
     def close(self) -> None:
-        """Forget the conversation."""
         self._last = _NONE
 
     def _move_first(self, token: int, follower: int) -> None:

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, KVCache, Pass, PassResult, require
+from edgeinfer.runtime.decoding.sequence import Evaluate, Passes
 from edgeinfer.runtime.planning.facts import BundleFacts
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Resumption
@@ -25,31 +27,37 @@ class SelfDrafter(LogitDrafter):
 
     uses_target = True
 
-    def __init__(self, target: Backend) -> None:
+    def __init__(self, target: Backend, cache: KVCache) -> None:
         super().__init__(target.geometry.vocab_size)
-        self._target = target
-        self._follower = Follower(target, self._run, target.cache.capacity)
+        self._target, self._cache = target, cache
+        self._follower = Follower(cache, self._run, cache.capacity)
 
     @abstractmethod
-    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:  # (S,), (S,), (R,) -> (R, V)
-        """One pass of the target, made cheaper."""
+    def _cheaper(self) -> dict[str, Any]:
+        """What makes a pass of the target cheaper: fields of `Pass`."""
+
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Passes[Floats]:  # (S,), (S,), (R,) -> (R, V)
+        return (yield from self._evaluate(tokens, positions, rows)).logits
+
+    def _evaluate(self, tokens: Ints, positions: Ints, rows: Ints) -> Passes[PassResult]:
+        (output,) = yield Evaluate(self._target, [(self._cache, Pass(tokens, positions, rows, **self._cheaper()))])
+        return output
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Forget the rows of the last round."""
         super().begin(tokens)
         self._follower.leave()
 
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
-        if context.root_row + 1 + len(drafted) > self._target.cache.capacity:
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:  # (V,)
+        if context.root_row + 1 + len(drafted) > self._cache.capacity:
             return None
-        logits: Floats = self._follower.follow(self._head(context), drafted, 1)[0]
+        logits: Floats = (yield from self._follower.follow(self._head(context), drafted, 1))[0]
         return logits
 
     def _head(self, context: DraftContext) -> list[int]:
         """The root; the rows after it are this drafter's own of this round from here on."""
         base = context.root_row
         # Several self-drafters may take turns at one cache within a round.
-        if not self._follower.owns or self._follower.start != base or self._follower.end != self._target.cache.length:
+        if not self._follower.owns or self._follower.start != base or self._follower.end != self._cache.length:
             self._follower.restart(base)
         return context.tokens[-1:]
 
@@ -64,7 +72,7 @@ class EarlyExitDrafter(SelfDrafter):
 
     name = "exit"
 
-    def __init__(self, target: Backend, exit_layer: int) -> None:
+    def __init__(self, target: Backend, cache: KVCache, exit_layer: int) -> None:
         can, layers = target.capabilities, target.geometry.num_layers
         hint = "Use a natively exported bundle, or another drafter."
         require(can.layer_skip and can.hidden, target, "leave a pass early and resume it", hint)
@@ -73,12 +81,15 @@ class EarlyExitDrafter(SelfDrafter):
                 f"A model of {layers} layers has no exit after layer {exit_layer}.",
                 f"Choose one from 1 to {layers - 1}." if layers > 1 else "Choose another drafter.",
             )
-        super().__init__(target)
+        super().__init__(target, cache)
         self._first = np.arange(2 * layers) < 2 * exit_layer  # (2 L,)
         self._hidden = np.empty((_FIRST_ROWS, target.geometry.hidden_size), np.float32)  # of the drafted rows
 
-    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        output = self._target.forward(ForwardInput(tokens, positions, rows, layer_mask=self._first))
+    def _cheaper(self) -> dict[str, Any]:
+        return {"layer_mask": self._first}
+
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Passes[Floats]:
+        output = yield from self._evaluate(tokens, positions, rows)
         assert output.hidden is not None, "a backend that resumes gives hidden states"
         start = int(positions[0]) - self._follower.start
         end = start + len(tokens)
@@ -88,13 +99,13 @@ class EarlyExitDrafter(SelfDrafter):
         self._hidden[start:end] = output.hidden
         return output.logits
 
-    def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
+    def resume(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Resumption | None]:
         """Run the first layers for what they have not seen, cut the cache to the context and hand over their states.
         None where no row of the chain was drafted here: a whole pass is cheaper then than one in two parts."""
         head = self._head(context)
         if not self._follower.shared(head, drafted):
             return None
-        self._follower.follow(head, drafted, 0)
+        yield from self._follower.follow(head, drafted, 0)
         # The pass that follows starts at the same row and masks the first layers, which leaves their rows as they are.
         self._follower.restart(self._follower.start)
         return Resumption(self._hidden[: 1 + len(drafted)], ~self._first)
@@ -124,7 +135,7 @@ class SkipDrafter(SelfDrafter):
 
     name = "skip"
 
-    def __init__(self, target: Backend, layer_mask: NDArray[np.bool_] | None = None) -> None:
+    def __init__(self, target: Backend, cache: KVCache, layer_mask: NDArray[np.bool_] | None = None) -> None:
         hint = "Use a natively exported bundle, or another drafter."
         require(target.capabilities.layer_skip, target, "skip layers", hint)
         layers = target.geometry.num_layers
@@ -132,11 +143,11 @@ class SkipDrafter(SelfDrafter):
         if mask.shape != (2 * layers,) or mask.all():
             message = f"A layer mask of shape {mask.shape} with {np.sum(~mask)} blocks skipped drafts nothing."
             raise UsageError(message, f"Give {2 * layers} values, at least one of them false.")
-        super().__init__(target)
+        super().__init__(target, cache)
         self._layer_mask = mask
 
-    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(ForwardInput(tokens, positions, rows, layer_mask=self._layer_mask)).logits
+    def _cheaper(self) -> dict[str, Any]:
+        return {"layer_mask": self._layer_mask}
 
 
 def _require_planes(target: Backend) -> None:
@@ -150,12 +161,12 @@ class BitsDrafter(SelfDrafter):
 
     name = "bits"
 
-    def __init__(self, target: Backend) -> None:
+    def __init__(self, target: Backend, cache: KVCache) -> None:
         _require_planes(target)
-        super().__init__(target)
+        super().__init__(target, cache)
 
-    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(ForwardInput(tokens, positions, rows, planes=1)).logits
+    def _cheaper(self) -> dict[str, Any]:
+        return {"planes": 1}
 
 
 def fewer_experts(target: Backend) -> int:
@@ -173,7 +184,7 @@ class ExpertsDrafter(SelfDrafter):
 
     name = "experts"
 
-    def __init__(self, target: Backend, count: int | None = None) -> None:
+    def __init__(self, target: Backend, cache: KVCache, count: int | None = None) -> None:
         usual = fewer_experts(target)
         self._count = usual if count is None else count
         counts = target.capabilities.expert_counts
@@ -182,10 +193,10 @@ class ExpertsDrafter(SelfDrafter):
             raise UsageError(
                 message, f"Choose one of {', '.join(map(str, counts))} for " + Setting("draft_experts") + "."
             )
-        super().__init__(target)
+        super().__init__(target, cache)
 
-    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(ForwardInput(tokens, positions, rows, experts=self._choice())).logits
+    def _cheaper(self) -> dict[str, Any]:
+        return {"experts": self._choice()}
 
     def _choice(self) -> ExpertChoice:
         return ExpertChoice(self._count)
@@ -198,12 +209,12 @@ class BitsAndExpertsDrafter(ExpertsDrafter):
 
     name = "bits-experts"
 
-    def __init__(self, target: Backend, count: int | None = None) -> None:
+    def __init__(self, target: Backend, cache: KVCache, count: int | None = None) -> None:
         _require_planes(target)
-        super().__init__(target, count)
+        super().__init__(target, cache, count)
 
-    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(ForwardInput(tokens, positions, rows, planes=1, experts=self._choice())).logits
+    def _cheaper(self) -> dict[str, Any]:
+        return super()._cheaper() | {"planes": 1}
 
 
 class CachedExpertsDrafter(ExpertsDrafter):
@@ -211,8 +222,8 @@ class CachedExpertsDrafter(ExpertsDrafter):
 
     name = "resident"
 
-    def __init__(self, target: Backend, bias: Callable[[], Floats], count: int | None = None) -> None:
-        super().__init__(target, count)
+    def __init__(self, target: Backend, cache: KVCache, bias: Callable[[], Floats], count: int | None = None) -> None:
+        super().__init__(target, cache, count)
         self._bias = bias
 
     def _choice(self) -> ExpertChoice:
@@ -261,14 +272,14 @@ def _has_fewer_experts(parts: DrafterParts) -> bool:
 
 def _exit(parts: DrafterParts) -> EarlyExitDrafter:
     exit_layer = parts.tuning.exit_layer or _default_exit(parts.target.geometry.num_layers)
-    return EarlyExitDrafter(parts.target, exit_layer)
+    return EarlyExitDrafter(parts.target, parts.cache, exit_layer)
 
 
 def _cached_experts(parts: DrafterParts) -> CachedExpertsDrafter:
     if parts.cached_experts is None:
         hint = "Use the drafter experts, or load experts on demand with " + Setting("weights", "experts") + "."
         raise UsageError("All experts of this model are in memory.", hint)
-    return CachedExpertsDrafter(parts.target, parts.cached_experts, parts.experts)
+    return CachedExpertsDrafter(parts.target, parts.cache, parts.cached_experts, parts.experts)
 
 
 METHODS = (
@@ -285,7 +296,7 @@ METHODS = (
     DrafterMethod(
         name="skip",
         help="the model itself without some of its blocks",
-        make=lambda parts: SkipDrafter(parts.target, parts.tuning.layer_mask),
+        make=lambda parts: SkipDrafter(parts.target, parts.cache, parts.tuning.layer_mask),
         in_auto=lambda parts: parts.tuning.layer_mask is not None or parts.tuning.paid("skip"),
         prior=pass_prior(0.5, _skip_share),
         runs="target",
@@ -295,7 +306,7 @@ METHODS = (
     DrafterMethod(
         name="bits",
         help="the high 4 bits of the model's 8-bit weights",
-        make=lambda parts: BitsDrafter(parts.target),
+        make=lambda parts: BitsDrafter(parts.target, parts.cache),
         in_auto=lambda parts: parts.target.capabilities.high_planes,
         prior=pass_prior(0.8, _bits_share),
         runs="target",
@@ -304,7 +315,7 @@ METHODS = (
     DrafterMethod(
         name="experts",
         help="the model with fewer experts per token",
-        make=lambda parts: ExpertsDrafter(parts.target, parts.experts),
+        make=lambda parts: ExpertsDrafter(parts.target, parts.cache, parts.experts),
         in_auto=_has_fewer_experts,
         prior=pass_prior(0.6, _experts_share),
         runs="target",
@@ -313,7 +324,7 @@ METHODS = (
     DrafterMethod(
         name="bits-experts",
         help="the high 4 bits of fewer experts",
-        make=lambda parts: BitsAndExpertsDrafter(parts.target, parts.experts),
+        make=lambda parts: BitsAndExpertsDrafter(parts.target, parts.cache, parts.experts),
         in_auto=lambda parts: parts.target.capabilities.high_planes and _has_fewer_experts(parts),
         prior=pass_prior(0.5, _bits_and_experts_share),
         runs="target",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from edgeinfer.runtime.speculation.drafters.contract import Draft, TargetView, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import Deciding, Draft, TargetView, Verdict
 from edgeinfer.runtime.speculation.verification.rule import VerificationRule
 
 
-def verify_keyed(draft: Draft, target: TargetView) -> Verdict:
+def verify_keyed(draft: Draft, target: TargetView) -> Deciding:
     """Follow the target's own position-keyed choices down the draft for as long as it holds them. Whatever the draft,
     the text is that of plain decoding, token by token: greedy decoding is the case in which the choice is the most
     likely token."""
     accepted: list[int] = []
+    yield -1
     at, token, childless = -1, target.token(-1), True
     # Parents come before children, so one look at each node finds the whole path.
     for node, parent in enumerate(draft.parents):
@@ -18,6 +19,7 @@ def verify_keyed(draft: Draft, target: TargetView) -> Verdict:
             continue
         if draft.guesses[node].token == token:
             accepted.append(node)
+            yield node
             at, token, childless = node, target.token(node), True
         else:
             childless = False

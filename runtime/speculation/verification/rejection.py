@@ -26,13 +26,13 @@ from functools import partial
 import numpy as np
 
 from edgeinfer.runtime.sampling.distributions import draw_from
-from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Probabilities, TargetView, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import Deciding, Draft, Guess, Probabilities, TargetView, Verdict
 from edgeinfer.runtime.speculation.verification.rule import VerificationRule
 
 Uniform = Callable[[int], float]  # the uniform draw of a place by its number
 
 
-def verify_rejection(draft: Draft, target: TargetView) -> Verdict:
+def verify_rejection(draft: Draft, target: TargetView) -> Deciding:
     """Go down from the root while a child is accepted; else draws a token from what is left. Of each depth's numbers, 0
     draws the token and the n-th tests the n-th child. The target's keyed choice has no part in it: certain guesses may
     foretell that one, and then the draft would be no stranger to it."""
@@ -40,6 +40,7 @@ def verify_rejection(draft: Draft, target: TargetView) -> Verdict:
     node = -1
     while True:
         depth, children = len(accepted), draft.children(node)
+        yield node
         siblings = [draft.guesses[child] for child in children]
         chosen, left = _choose_sibling(siblings, target.probabilities(node), partial(target.uniform, depth))
         if chosen is None:

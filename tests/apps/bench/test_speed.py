@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import edgeinfer
 from edgeinfer.apps.bench.speed import FORMATS, SpeedConfig, run_speed
 from edgeinfer.apps.cli.main import main
 from edgeinfer.core.errors import BackendError, UsageError
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
 from edgeinfer.runtime.tuning.measure import WorkTimes
 from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle
@@ -46,12 +47,12 @@ class Watched:
 
     def __init__(self, model: edgeinfer.Model) -> None:
         self.sizes: list[int] = []
-        backend = model._parts.engine.backend
+        backend = model._parts.backend
         forward = backend.forward
 
-        def watched(batch: ForwardInput) -> ForwardOutput:
-            self.sizes.append(len(batch.tokens))
-            return forward(batch)
+        def watched(passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
+            self.sizes += [len(batch.tokens) for _, batch in passes]
+            return forward(passes)
 
         backend.forward = watched  # type: ignore[method-assign]
 

@@ -29,6 +29,7 @@ from edgeinfer.apps.server.serving import Server
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.core.results import Chunk
 from edgeinfer.generation import TokenStream
+from edgeinfer.model_thread import Job, ModelThread
 from tests.cli import Logged, command, environment
 from tests.waiting import TIME_LIMIT, wait_until
 
@@ -163,7 +164,7 @@ class Turns:
     """The stream of each token, in order."""
 
     def __init__(self) -> None:
-        self.streams: list[TokenStream] = []
+        self.streams: list[TokenStream | None] = []
 
     def of(self, reply: HostReply) -> list[int]:
         """Positions of a reply's tokens among all."""
@@ -173,16 +174,16 @@ class Turns:
 @contextlib.contextmanager
 def measured_turns() -> Iterator[Turns]:
     """Let the clock of turns advance by 0.01 s per call: a turn is a token or two."""
-    turns, step = Turns(), TokenStream.__next__
+    turns, tell = Turns(), ModelThread._tell
 
-    def noted(stream: TokenStream) -> Chunk:
-        turns.streams.append(stream)
-        return step(stream)
+    def noted(thread: ModelThread, job: Job, chunk: Chunk) -> None:
+        turns.streams.append(job.stream)
+        tell(thread, job, chunk)
 
     clock = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TokenStream, "__next__", noted)
-        patch.setattr("edgeinfer.apps.server.worker.time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))
+        patch.setattr(ModelThread, "_tell", noted)
+        patch.setattr("edgeinfer.model_thread.time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))
         yield turns
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.server.worker import Job, ModelThread, ReplyEnd
 from edgeinfer.core.errors import PromptError, UsageError
+from edgeinfer.model_thread import Job, ModelThread, ReplyEnd
 from edgeinfer.openai import make_completion
 from edgeinfer.openai.errors import RequestError
 from tests.apps.server.served import MESSAGES, Local, chat_body, measured_turns, served
@@ -118,13 +118,14 @@ def test_tokens_of_files_are_kept_until_they_change(monkeypatch: pytest.MonkeyPa
     file = tmp_path / "tom.txt"
     read: list[str] = []
     with edgeinfer.load(context=256, threads=1) as model:
-        tokenize = model.tokenize_data
+        texts = model._texts
+        tokenize = texts.data
 
-        def noted(text: str, **options: Any) -> list[int]:
+        def noted(text: str, fitting: str) -> list[int]:
             read.append(text)
-            return tokenize(text, **options)
+            return tokenize(text, fitting)
 
-        monkeypatch.setattr(model, "tokenize_data", noted)
+        monkeypatch.setattr(texts, "data", noted)
         # What may have been written a moment ago may be written again without another time.
         for text, modified, count in ((TOM, 1e9, 1), (ANNA, 1e9, 2), (ANNA, 1e10, 4)):
             file.write_text(text)
@@ -174,7 +175,6 @@ class Worker:
         self.ended = queue.Queue[str]()
         self.reading: Callable[[int], None] | None = None  # called after each pass that evaluates a context
         self._then: dict[tuple[str, str], tuple[tuple[str, bool, int], ...]] = {}
-        self.thread.start()
         self.thread.do(lambda: self.thread.take(model))
 
     def when(self, name: str, event: str, *replies: tuple[str, bool, int]) -> None:
@@ -215,9 +215,7 @@ def worker() -> Iterator[Worker]:
         with measured_turns():
             yield made
         made.thread.do(made.thread.drop_replies)
-        made.thread.end()
-        made.thread.join(timeout=TIME_LIMIT)
-        assert not made.thread.is_alive()
+        assert made.thread.join(timeout=TIME_LIMIT)
 
 
 def test_a_reply_that_began_alone_and_those_that_come_later_all_end(worker: Worker) -> None:

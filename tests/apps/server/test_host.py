@@ -19,8 +19,8 @@ from edgeinfer.apps.server.completions import _answer, _drop
 from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost, NotReadyError, with_room
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.service import Service
-from edgeinfer.apps.server.worker import ReplyQueue
 from edgeinfer.core.errors import BudgetError, ModelError, PromptError, UsageError
+from edgeinfer.model_thread import ReplyQueue
 from tests.apps.server.served import held, measured_turns
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin

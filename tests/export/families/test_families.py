@@ -25,11 +25,12 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.hf_config import HFConfig, completed
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY
+from tests.alone import Alone
 from tests.export.families.table import FAMILIES, Family, cases
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import COMMON, make_block_ffn_checkpoint, make_checkpoint, make_tokenizer, randomise
@@ -40,20 +41,20 @@ CONTEXT, REPLY = 48, 24
 Floats = NDArray[np.float32]
 
 
-def run(backend: Backend, tokens: Any, tree: list[int] | None = None, places: list[int] | None = None) -> Floats:
+def run(backend: Alone[Any], tokens: Any, tree: list[int] | None = None, places: list[int] | None = None) -> Floats:
     start, size = backend.cache.length, len(tokens)
     positions = np.arange(start, start + size) if places is None else np.array(places)
     parents = None if tree is None else np.array(tree)
-    given = ForwardInput(np.asarray(tokens, np.int64), positions, np.arange(size), tree=parents)
+    given = Pass(np.asarray(tokens, np.int64), positions, np.arange(size), tree=parents)
     return backend.forward(given).logits.copy()
 
 
-def backends(bundle: Bundle, family: Family) -> Iterator[Backend]:
+def backends(bundle: Bundle, family: Family) -> Iterator[Alone[Any]]:
     """Backends of both layouts that run here."""
     if LIBRARY.is_file():
-        yield PagedBackend(bundle, CONTEXT)
+        yield Alone(PagedBackend(bundle, CONTEXT), CONTEXT)
     if family.portable:
-        yield OnnxBackend(bundle, CONTEXT)
+        yield Alone(OnnxBackend(bundle, CONTEXT), CONTEXT)
 
 
 def walked(bundle: Bundle) -> Floats:
@@ -61,7 +62,7 @@ def walked(bundle: Bundle) -> Floats:
     spec = bundle.manifest.decoder
     assert spec is not None
     if spec.kv_sources or spec.per_layer is not None or (spec.moe is not None and spec.moe.with_mlp):
-        return run(ReferenceBackend(bundle, CONTEXT), TOKENS)
+        return run(Alone(ReferenceBackend(bundle, CONTEXT), CONTEXT), TOKENS)
     walk = LayerWalk(spec, bundle.tensor, [len(TOKENS)], lambda name, weight, seen: weight, (False,), hessian=False)
     states: Signal = (bundle.tensor("embed")[TOKENS],)
     for layer in range(spec.num_layers):
@@ -69,25 +70,25 @@ def walked(bundle: Bundle) -> Floats:
     return walk.logits(*states)
 
 
-def chunks(backend: Backend) -> Floats:
+def chunks(backend: Alone[Any]) -> Floats:
     return np.concatenate([run(backend, part) for part in (TOKENS[:7], TOKENS[7:8], TOKENS[8:])])
 
 
-def back(backend: Backend, length: int) -> None:
+def back(backend: Alone[Any], length: int) -> None:
     """Goes back to so many of TOKENS, some of which are evaluated again where the cache cannot."""
-    start = backend.cache.resumable(length)
+    start = backend.cache.rewindable_to(length)
     backend.cache.trim(start)
     if start < length:
         run(backend, TOKENS[start:length])
 
 
-def branches(backend: Backend) -> Floats:
+def branches(backend: Alone[Any]) -> Floats:
     """The last three tokens but one as a chain in a tree with siblings; of those rows."""
     back(backend, 7)
     return run(backend, [TOKENS[7], 9, TOKENS[8], 11, TOKENS[9]], [-1, -1, 0, 0, 2], [7, 7, 8, 8, 9])[[0, 2, 4]]
 
 
-def reply(backend: Backend) -> list[int]:
+def reply(backend: Alone[Any]) -> list[int]:
     """What is decoded greedily after TOKENS, whose last rows a rollback dropped."""
     back(backend, 4)
     tokens = [int(run(backend, TOKENS[4:])[-1].argmax())]
@@ -100,7 +101,7 @@ def check(family: Family, settings: Any, folder: Path) -> None:
     model = make_checkpoint(folder / "checkpoint", family.name, **settings)
     expected = expected_logits(model, TOKENS)
     bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "floats", ExportConfig(bits=32)))
-    assert np.abs(run(ReferenceBackend(bundle, CONTEXT), TOKENS) - expected).max() <= TOLERANCE
+    assert np.abs(run(Alone(ReferenceBackend(bundle, CONTEXT), CONTEXT), TOKENS) - expected).max() <= TOLERANCE
     assert np.abs(walked(bundle) - expected).max() <= TOLERANCE
     for backend in backends(bundle, family):
         assert np.abs(chunks(backend) - expected).max() <= TOLERANCE
@@ -114,7 +115,7 @@ def check(family: Family, settings: Any, folder: Path) -> None:
 def check_few_bits(family: Family, folder: Path) -> None:
     config = ExportConfig(bits=4, group_size=32, keep_small=False, calibration="none")
     bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "few-bits", config))
-    wanted = run(ReferenceBackend(bundle, CONTEXT), TOKENS)
+    wanted = run(Alone(ReferenceBackend(bundle, CONTEXT), CONTEXT), TOKENS)
     assert bundle.manifest.decoder is not None
     # Experts that no group divides stay floats, which ONNX Runtime multiplies.
     float_experts = any(t.bits == 32 and find_expert(t.name) for t in bundle.manifest.tensors)
@@ -155,7 +156,7 @@ def test_blockffn_with_latent_attention(tmp_path: Path) -> None:
     model = make_block_ffn_checkpoint(tmp_path / "checkpoint", joined=False, latent=True)
     bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32)))
     expected, family = expected_logits(model, TOKENS), Family("BlockFFN", "MiniCPM", ({},), portable=False)
-    for backend in (ReferenceBackend(bundle, CONTEXT), *backends(bundle, family)):
+    for backend in (Alone(ReferenceBackend(bundle, CONTEXT), CONTEXT), *backends(bundle, family)):
         assert np.abs(run(backend, TOKENS) - expected).max() <= TOLERANCE
 
 
@@ -237,7 +238,7 @@ def test_rounding_for_a_text_keeps_what_a_family_computes(name: str, tmp_path: P
         keep_small=family.portable,  # all small matrices of latent attention are rounded
     )
     bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config))
-    expected, found = expected_logits(model, TOKENS), run(ReferenceBackend(bundle, CONTEXT), TOKENS)
+    expected, found = expected_logits(model, TOKENS), run(Alone(ReferenceBackend(bundle, CONTEXT), CONTEXT), TOKENS)
     error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert np.median(error) <= family.rounded / 2
 
@@ -276,7 +277,7 @@ def test_a_head_is_the_embedding_where_it_is_its_copy(factor: float, tmp_path: P
     bundle = open_bundle(export_checkpoint(folder, tmp_path / "bundle", ExportConfig(bits=32)))
     assert bundle.manifest.decoder is not None and bundle.manifest.decoder.tied == (factor == 1)
     expected = expected_logits(transformers.AutoModelForCausalLM.from_pretrained(folder), TOKENS)
-    found = run(ReferenceBackend(bundle, len(TOKENS)), TOKENS)
+    found = run(Alone(ReferenceBackend(bundle, len(TOKENS)), len(TOKENS)), TOKENS)
     assert np.abs(found - expected).max() <= TOLERANCE
 
 

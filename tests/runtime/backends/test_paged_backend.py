@@ -18,11 +18,12 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, CapabilityError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference import backend as reference
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.paging.layout import pages_of
+from tests.alone import Alone
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
 from tests.tables import each_row
@@ -55,53 +56,53 @@ def model(name: str) -> Bundle:
 
 
 @pytest.fixture(params=[("qwen2", kv) for kv in PAGED_KV] + [(name, "float32") for name in MODELS if name != "qwen2"])
-def backend(request: pytest.FixtureRequest) -> Iterator[PagedBackend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Alone[PagedBackend]]:
     name, kv = request.param
-    made = PagedBackend(model(name), CAPACITY, kv=kv)
+    made = Alone(PagedBackend(model(name), CAPACITY, kv=kv), CAPACITY)
     yield made
     made.close()
 
 
-def feed(backend: PagedBackend, *cuts: int) -> Floats:  # (S, V)
+def feed(backend: Alone[PagedBackend], *cuts: int) -> Floats:  # (S, V)
     """The text in passes that end at these tokens, in place of what is there."""
     backend.cache.trim(0)
     parts = [np.arange(start, stop) for start, stop in zip((0, *cuts), cuts, strict=False)]
-    return np.concatenate([backend.forward(ForwardInput(TEXT[p], p, p - p[0])).logits.copy() for p in parts])
+    return np.concatenate([backend.forward(Pass(TEXT[p], p, p - p[0])).logits.copy() for p in parts])
 
 
-def test_a_row_has_the_same_bits_in_any_company(backend: PagedBackend) -> None:
+def test_a_row_has_the_same_bits_in_any_company(backend: Alone[PagedBackend]) -> None:
     whole = feed(backend, len(TEXT))
     assert np.array_equal(feed(backend, 64, 65, 66, 200, PAST, PAST + 1, len(TEXT)), whole)
     behind = whole[PAST:]
     # The branch of a tree, which then is the text.
     feed(backend, PAST)
-    tree = backend.forward(ForwardInput(TREE_TOKENS, TREE_PLACES, ROWS, tree=TREE)).logits
+    tree = backend.forward(Pass(TREE_TOKENS, TREE_PLACES, ROWS, tree=TREE)).logits
     assert np.array_equal(tree, behind)
     backend.cache.keep(PAST, ROWS.tolist())
     place = np.array([len(TEXT)])
-    one = backend.forward(ForwardInput(TEXT[:1], place, np.zeros(1, np.int64))).logits.copy()
+    one = backend.forward(Pass(TEXT[:1], place, np.zeros(1, np.int64))).logits.copy()
     backend.cache.trim(len(TEXT))
     feed(backend, len(TEXT))
-    assert np.array_equal(backend.forward(ForwardInput(TEXT[:1], place, np.zeros(1, np.int64))).logits, one)
+    assert np.array_equal(backend.forward(Pass(TEXT[:1], place, np.zeros(1, np.int64))).logits, one)
     # With rows of other sequences, one of which shares the beginning.
     feed(backend, PAST)
     fork, alone = backend.cache.fork(), backend.new_sequence(100)
-    both = ForwardInput(TREE_TOKENS, TREE_PLACES, ROWS, tree=TREE)
-    start = ForwardInput(TEXT[:70], np.arange(70), np.arange(70))
-    rest = ForwardInput(TEXT[PAST:], np.arange(PAST, len(TEXT)), np.arange(6))
+    both = Pass(TREE_TOKENS, TREE_PLACES, ROWS, tree=TREE)
+    start = Pass(TEXT[:70], np.arange(70), np.arange(70))
+    rest = Pass(TEXT[PAST:], np.arange(PAST, len(TEXT)), np.arange(6))
     outputs = backend.forward_together([(alone, start), (backend.cache, rest), (fork, both)])
     for found, expected in zip(outputs, (whole[:70], behind, behind), strict=True):
         assert np.array_equal(found.logits, expected)
     assert [cache.length for cache in (alone, backend.cache, fork)] == [70, len(TEXT), PAST + 12]
 
 
-def test_the_head_alone_gives_the_bits_of_the_pass(backend: PagedBackend) -> None:
+def test_the_head_alone_gives_the_bits_of_the_pass(backend: Alone[PagedBackend]) -> None:
     feed(backend, PAST)
     size = len(TEXT) - PAST
     rows, places = np.arange(size), np.arange(PAST, len(TEXT))
-    whole = backend.forward(ForwardInput(TEXT[PAST:], places, rows)).logits.copy()
+    whole = backend.forward(Pass(TEXT[PAST:], places, rows)).logits.copy()
     backend.cache.trim(PAST)
-    first = backend.forward(ForwardInput(TEXT[PAST:], places, rows[:2]))
+    first = backend.forward(Pass(TEXT[PAST:], places, rows[:2]))
     assert first.hidden is not None
     assert np.array_equal(first.logits, whole[:2])
     hidden = first.hidden.copy()
@@ -115,9 +116,9 @@ def test_the_head_alone_gives_the_bits_of_the_pass(backend: PagedBackend) -> Non
 def test_numbers_equal_the_plain_backends(kv: str) -> None:
     """A model whose weights are floats, so that only the cache's type rounds."""
     bundle = model("float32")
-    paged, plain = PagedBackend(bundle, 200, kv=kv), ReferenceBackend(bundle, 200, kv=kv)
-    batch = ForwardInput(TEXT[:150], np.arange(150), np.arange(150))
-    tree = ForwardInput(TREE_TOKENS, TREE_PLACES - PAST + 150, np.arange(12), tree=TREE)
+    paged, plain = Alone(PagedBackend(bundle, 200, kv=kv), 200), Alone(ReferenceBackend(bundle, 200, kv=kv), 200)
+    batch = Pass(TEXT[:150], np.arange(150), np.arange(150))
+    tree = Pass(TREE_TOKENS, TREE_PLACES - PAST + 150, np.arange(12), tree=TREE)
     for each in (batch, tree):
         found, expected = paged.forward(each), plain.forward(each)
         difference = np.abs(found.logits - expected.logits)
@@ -128,20 +129,20 @@ def test_numbers_equal_the_plain_backends(kv: str) -> None:
 
 
 def test_sequences_of_one_pass_are_checked() -> None:
-    backend = PagedBackend(model("qwen2"), CAPACITY)
+    backend = Alone(PagedBackend(model("qwen2"), CAPACITY), CAPACITY)
     feed(backend, 10)
-    fork, one = backend.cache.fork(), ForwardInput(TEXT[10:11], np.array([10]), NOTHING)
+    fork, one = backend.cache.fork(), Pass(TEXT[10:11], np.array([10]), NOTHING)
     mask = np.ones(2 * backend.geometry.num_layers, np.bool_)
     hidden = np.zeros((1, backend.geometry.hidden_size), np.float32)
-    skipping = ForwardInput(one.tokens, one.positions, NOTHING, layer_mask=mask)
-    resuming = ForwardInput(one.tokens, one.positions, NOTHING, hidden=hidden)
-    stranger = PagedBackend(model("qwen2"), 64)
+    skipping = Pass(one.tokens, one.positions, NOTHING, layer_mask=mask)
+    resuming = Pass(one.tokens, one.positions, NOTHING, hidden=hidden)
+    stranger = Alone(PagedBackend(model("qwen2"), 64), 64)
     wrong = {
         "only once": [(backend.cache, one), (backend.cache, one)],
         "another model": [(backend.cache, one), (stranger.cache, one)],
         "same layers": [(backend.cache, one), (fork, skipping)],
         "planes": [(backend.cache, one), (fork, resuming)],
-        "does not fit": [(backend.new_sequence(1), ForwardInput(TEXT[:2], np.arange(2), NOTHING))],
+        "does not fit": [(backend.new_sequence(1), Pass(TEXT[:2], np.arange(2), NOTHING))],
     }
     for message, sequences in wrong.items():
         with pytest.raises(BackendError, match=message):
@@ -154,7 +155,7 @@ def test_sequences_of_one_pass_are_checked() -> None:
 
 
 def test_memory_counts_the_pages_in_use() -> None:
-    backend = PagedBackend(model("qwen2"), CAPACITY)
+    backend = Alone(PagedBackend(model("qwen2"), CAPACITY), CAPACITY)
     page = backend.pool.layout.page_bytes
     assert backend.nbytes()["kv"] == 0
     feed(backend, 100)
@@ -175,10 +176,10 @@ def export(layout: Layout = NATIVE, *, bits: int = 8, symmetric: bool = False) -
     return bundle_of("qwen2", config, hidden_size=128)
 
 
-def logits(backend: Backend, planes: int) -> Floats:  # (S, V)
+def logits(backend: Alone[Any], planes: int) -> Floats:  # (S, V)
     """Logits of a text, from an empty cache."""
     backend.cache.trim(0)
-    step = backend.forward(ForwardInput(SHORT, np.arange(len(SHORT)), np.arange(len(SHORT)), planes=planes))
+    step = backend.forward(Pass(SHORT, np.arange(len(SHORT)), np.arange(len(SHORT)), planes=planes))
     return step.logits.copy()
 
 
@@ -191,7 +192,7 @@ def rms(values: Floats) -> float:
 def test_one_plane_equals_the_reference(symmetric: bool) -> None:
     require_kernel()
     bundle = export(symmetric=symmetric)
-    onnx, reference = make_graph_backend(bundle, 64), ReferenceBackend(bundle, 64)
+    onnx, reference = make_graph_backend(bundle, 64), Alone(ReferenceBackend(bundle, 64), 64)
     assert onnx.capabilities.high_planes
     assert reference.capabilities.high_planes
     whole, high = (logits(reference, planes) for planes in (2, 1))
@@ -209,7 +210,7 @@ def test_one_plane_equals_the_reference(symmetric: bool) -> None:
 
 def test_backends_without_planes_refuse() -> None:
     portable = make_graph_backend(export(PORTABLE), 64)
-    four = ReferenceBackend(export(PORTABLE, bits=4), 64)
+    four = Alone(ReferenceBackend(export(PORTABLE, bits=4), 64), 64)
     for backend in (portable, four):
         assert not backend.capabilities.high_planes
         with pytest.raises(CapabilityError, match="cannot read one plane of its weights"):
@@ -231,12 +232,14 @@ def test_large_biases_of_keys_do_not_change_texts(kv: str, tmp_path: Path) -> No
         keys = bias[128:192].reshape(2, 32)  # of heads, whose pairs from the twelfth on hardly turn
         keys[:, [12, 13, 14, 15, 28, 29, 30, 31]] = np.linspace(-250, 300, 16).reshape(2, 8)
         bias.flush()
-    backends: list[PagedBackend | ReferenceBackend] = [PagedBackend(bundle, 200, kv=kind) for kind in ("float32", kv)]
-    backends.append(ReferenceBackend(bundle, 200, kv=kv))
+    backends: list[Alone[PagedBackend] | Alone[ReferenceBackend]] = [
+        Alone(PagedBackend(bundle, 200, kv=kind), 200) for kind in ("float32", kv)
+    ]
+    backends.append(Alone(ReferenceBackend(bundle, 200, kv=kv), 200))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "key_centres", lambda bundle: {})
-        backends.append(ReferenceBackend(bundle, 200, kv=kv))
-    batch = ForwardInput(TEXT[:150], np.arange(150), np.arange(150))
+        backends.append(Alone(ReferenceBackend(bundle, 200, kv=kv), 200))
+    batch = Pass(TEXT[:150], np.arange(150), np.arange(150))
     whole, fewer, plain, with_biases = (each.forward(batch).logits for each in backends)
     lost = np.abs(fewer - whole).mean()
     assert lost < whole.std() * {"int8": 0.05, "int4": 0.3}[kv] and lost < np.abs(with_biases - whole).mean() / 4

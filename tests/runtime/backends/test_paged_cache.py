@@ -15,6 +15,7 @@ from edgeinfer.runtime.backends.paged_cache import PagedCache, PageSnapshot
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, find_row_codec
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
+from tests.alone import restore
 from tests.tables import each_row
 
 LAYERS, HEADS, SIZE = 3, 2, 32
@@ -141,7 +142,7 @@ class Model:
     def restore(self, cache: PagedCache, rows: list[int]) -> None:
         piece, more = self.piece()
         if len(more):
-            cache.restore(piece)
+            restore(cache, piece)
             rows[:] = more
 
     def cut(self, cache: PagedCache, rows: list[int]) -> None:
@@ -279,6 +280,6 @@ def test_rows_are_copied_where_holding_their_pages_would_leave_none(kv: str) -> 
         kept.append(cache.snapshot())
     assert {type(snapshot) for snapshot in kept} == {PageSnapshot, CopiedRows}
     for text, snapshot in enumerate(kept):
-        cache.restore(snapshot)
+        restore(cache, snapshot)
         assert_holds(cache, kv, list(range(text, text + 2 * PAGE + 5)))
         feed(cache, [1] * (CAPACITY - cache.length))

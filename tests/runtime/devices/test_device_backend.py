@@ -6,6 +6,7 @@ The stand-in is onnxruntime's CPU provider under another name, so that numbers c
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BundleError, CapabilityError, DeviceError, UsageError
 from edgeinfer.core.options.load import DEVICES, LoadConfig
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx import graph_backend, selfcheck
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
@@ -33,6 +34,7 @@ from edgeinfer.runtime.devices import providers
 from edgeinfer.runtime.devices.arrays import DeviceArray, device_value, device_zeros
 from edgeinfer.runtime.devices.providers import CPU, STATIC_ONLY, Device
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
+from tests.alone import Alone, restore
 from tests.devices import STANDIN, TOKENS, feed, lacking, talk
 from tests.speculation import random_bundle
 from tests.tables import each_row
@@ -48,7 +50,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture
-def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Device], OnnxBackend]]:
+def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Device], Alone[OnnxBackend]]]:
     """Makes a backend on a device; memory elsewhere than the process's is played by that of onnxruntime."""
     real, made = device_arrays.device_value, []
 
@@ -62,8 +64,8 @@ def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     for module in (device_arrays, graph_backend):
         monkeypatch.setattr(module, "device_value", value)
 
-    def new(device: Device, **options: Any) -> OnnxBackend:
-        made.append(OnnxBackend(bundle, CAPACITY, exact=False, device=device, **options))
+    def new(device: Device, **options: Any) -> Alone[OnnxBackend]:
+        made.append(Alone(OnnxBackend(bundle, CAPACITY, exact=False, device=device, **options), CAPACITY))
         return made[-1]
 
     yield new
@@ -72,21 +74,22 @@ def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 
 
 @pytest.mark.parametrize("device", [STANDIN, TWO_COPIES, ELSEWHERE], ids=["in place", "two copies", "own memory"])
-def test_numbers_equal_the_cpus(make: Callable[..., OnnxBackend], device: Device) -> None:
+def test_numbers_equal_the_cpus(make: Callable[..., Alone[OnnxBackend]], device: Device) -> None:
     there, here = make(device), make(CPU)
-    check_first_pass(there, device)
-    assert there.cache.length == 0
+    del there.cache
+    check_first_pass(there.model, device)
+    there.cache = there.model.new_sequence(CAPACITY)
     assert all(np.array_equal(*pair) for pair in zip(talk(there), talk(here), strict=True))
 
 
-def test_bytes_of_a_devices_own_memory_are_not_the_processs(make: Callable[..., OnnxBackend]) -> None:
+def test_bytes_of_a_devices_own_memory_are_not_the_processs(make: Callable[..., Alone[OnnxBackend]]) -> None:
     row = make(CPU).geometry.kv_bytes_per_token("float32")
     assert make(STANDIN).nbytes()["kv"] == CAPACITY * row
     assert make(TWO_COPIES).nbytes()["kv"] == 2 * CAPACITY * row
     assert make(ELSEWHERE).nbytes()["kv"] == 0
 
 
-def test_what_kernels_lack_is_no_capability(make: Callable[..., OnnxBackend]) -> None:
+def test_what_kernels_lack_is_no_capability(make: Callable[..., Alone[OnnxBackend]]) -> None:
     whole, there, copied = (make(device).capabilities for device in (CPU, STANDIN, TWO_COPIES))
     assert whole.tree and whole.exact and whole.layer_skip and whole.hidden
     assert not there.tree and not there.exact and there.layer_skip and there.hidden
@@ -94,15 +97,15 @@ def test_what_kernels_lack_is_no_capability(make: Callable[..., OnnxBackend]) ->
     assert make(lacking(tree_bias=True)).capabilities.tree
 
 
-def test_trees_are_refused_where_rows_have_no_places_of_their_own(make: Callable[..., OnnxBackend]) -> None:
+def test_trees_are_refused_where_rows_have_no_places_of_their_own(make: Callable[..., Alone[OnnxBackend]]) -> None:
     backend = make(STANDIN)
     feed(backend, TOKENS[:4])
     tree = np.array([-1, -1], np.int64)
     with pytest.raises(CapabilityError, match="cannot verify trees"):
-        backend.forward(ForwardInput(np.array([1, 2]), np.array([4, 4]), np.array([0, 1]), tree=tree))
+        backend.forward(Pass(np.array([1, 2]), np.array([4, 4]), np.array([0, 1]), tree=tree))
 
 
-def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., OnnxBackend]) -> None:
+def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., Alone[OnnxBackend]]) -> None:
     outputs = []
     for device in (STANDIN, CPU):
         backend = make(device)
@@ -110,36 +113,36 @@ def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., OnnxBacken
         mask = np.ones(2 * backend.geometry.num_layers, np.bool_)
         mask[2:] = False
         tokens, positions, rows = np.array([9, 8]), np.array([6, 7]), np.array([0, 1])
-        first = backend.forward(ForwardInput(tokens, positions, rows, layer_mask=mask))
+        first = backend.forward(Pass(tokens, positions, rows, layer_mask=mask))
         outputs.append(first.logits.copy())
         assert first.hidden is not None
         backend.cache.trim(6)
         outputs.append(
-            backend.forward(
-                ForwardInput(tokens, positions, rows, layer_mask=~mask, hidden=first.hidden.copy())
-            ).logits.copy()
+            backend.forward(Pass(tokens, positions, rows, layer_mask=~mask, hidden=first.hidden.copy())).logits.copy()
         )
     assert np.array_equal(outputs[0], outputs[2]) and np.array_equal(outputs[1], outputs[3])
 
 
 def test_a_first_pass_without_numbers_is_a_failure(
-    make: Callable[..., OnnxBackend], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Alone[OnnxBackend]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, forward = make(STANDIN), OnnxBackend.forward
     wrong = iter([np.nan, np.inf])
 
     def spoilt(self: OnnxBackend, *args: Any, **options: Any) -> Any:
-        out = forward(self, *args, **options)
+        (out,) = forward(self, *args, **options)
         out.logits[0, 3] = next(wrong)
-        return out
+        return [out]
 
     monkeypatch.setattr(OnnxBackend, "forward", spoilt)
+    del backend.cache
     closed: list[bool] = []
-    monkeypatch.setattr(backend, "close", lambda: closed.append(True))
+    monkeypatch.setattr(backend.model, "close", lambda: closed.append(True))
     for times in (1, 2):
         with pytest.raises(DeviceError, match="logits that are no numbers"):
-            check_first_pass(backend, STANDIN)
+            check_first_pass(backend.model, STANDIN)
         assert closed == [True] * times
+        gc.collect()  # the error held the sequence
 
 
 def run_twice(device: Device) -> list[np.ndarray]:
@@ -323,7 +326,7 @@ def test_a_cache_on_a_device_is_the_cache_of_the_process() -> None:
         kept = cache.snapshot()
         cache.clear()
         assert cache.nbytes == 0 and cache.rows == 0
-        cache.restore(kept)
+        restore(cache, kept)
     assert there.length == here.length == 12
     assert all(np.array_equal(*pair) for pair in zip(held(there), held(here), strict=True))
     assert there.rows == CAPACITY

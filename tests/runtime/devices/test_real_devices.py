@@ -18,6 +18,7 @@ from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device, check_first_pass
 from edgeinfer.runtime.devices.providers import CPU, Device, is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
+from tests.alone import Alone
 from tests.devices import talk
 from tests.tables import each_row
 
@@ -49,8 +50,8 @@ def test_small_models_reply_as_on_the_cpu(name: str) -> None:
 
 def test_webgpu_runs_the_ordinary_graphs(bundle: Bundle) -> None:
     device = there("webgpu")
-    other, here = (OnnxBackend(bundle, CAPACITY, exact=False, device=each) for each in (device, CPU))
-    check_first_pass(other, device)
+    check_first_pass(OnnxBackend(bundle, CAPACITY, exact=False, device=device), device)
+    other, here = (Alone(OnnxBackend(bundle, CAPACITY, exact=False, device=each), CAPACITY) for each in (device, CPU))
     for found, wanted in zip(talk(other), talk(here), strict=True):
         # Both round what they multiply quantized weights with to 8 bits, each in its way.
         assert np.abs(found - wanted).max() < 0.1 * np.abs(wanted).max()
@@ -73,7 +74,7 @@ def test_openvino_does_not_read_the_ordinary_graphs(bundle: Bundle) -> None:
     """Should it some day, its traits have to change."""
     device = there("openvino:CPU")
     with pytest.raises(DeviceError, match="openvino:CPU"):
-        OnnxBackend(bundle, CAPACITY, exact=False, device=device)
+        Alone(OnnxBackend(bundle, CAPACITY, exact=False, device=device), CAPACITY)
     with pytest.raises(DeviceError, match=r"only graphs of fixed shapes.*--static"):
         edgeinfer.load(device="openvino:CPU")
 

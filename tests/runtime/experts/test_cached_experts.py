@@ -19,16 +19,16 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import CapabilityError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
+from edgeinfer.runtime.backends.contract import ExpertChoice, Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
-from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend, StreamedBackend
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
 from edgeinfer.runtime.weights.experts import ExpertBytes, ExpertCache, RouterGuess
+from tests.alone import Alone, restore
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, depths, feed, make_graph_backend, passes
 from tests.speculation import load_eager
 from tests.tables import each_row
+from tests.windowed import cache_experts, stream_layers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are not dropped elsewhere")
 
@@ -55,7 +55,7 @@ def bundle() -> Bundle:
     return export()
 
 
-Pair = tuple[CachedExpertsBackend | StreamedBackend, GraphBackend]
+Pair = tuple[Alone[Any], Alone[Any]]
 
 
 @pytest.fixture(scope="module", params=["least", "half", "all", "streamed"])
@@ -64,10 +64,10 @@ def pair(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Pair]:
     whole = takes(bundle)
     inner = make_graph_backend(bundle, CAPACITY)
     if request.param == "streamed":
-        other: CachedExpertsBackend | StreamedBackend = StreamedBackend(inner, 1)
+        other: Alone[Any] = stream_layers(inner, 1)
     else:
         limits = {"least": whole.least, "half": max(whole.least, whole.total // 2), "all": 10 * whole.total}
-        other = CachedExpertsBackend(inner, decoder_of(bundle), limits[request.param])
+        other = cache_experts(inner, decoder_of(bundle), limits[request.param])
     plain = make_graph_backend(bundle, CAPACITY)
     yield other, plain
     other.close()
@@ -88,12 +88,12 @@ CHOICES = st.builds(ExpertChoice, st.integers(1, 3), st.none() | st.integers(0, 
 def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]) -> None:
     for backend in pair:
         backend.cache.trim(0)
-        backend.forward(ForwardInput(np.array([5, 6]), np.arange(2), np.array([1])))
+        backend.forward(Pass(np.array([5, 6]), np.arange(2), np.array([1])))
     for asked in script:
         how = dict(asked)
         tokens, start = how.pop("tokens"), pair[0].cache.length
         places = start + np.array(range(len(tokens)) if how["tree"] is None else depths(how["tree"]))
-        mine, theirs = (backend.forward(ForwardInput(tokens, places, **how)) for backend in pair)
+        mine, theirs = (backend.forward(Pass(tokens, places, **how)) for backend in pair)
         np.testing.assert_array_equal(mine.logits, theirs.logits)
         assert mine.experts is not None and theirs.experts is not None
         np.testing.assert_array_equal(mine.experts, theirs.experts)
@@ -110,12 +110,12 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
 
 def test_what_ran_is_resident_within_the_limit(bundle: Bundle) -> None:
     whole = takes(bundle)
-    backend = CachedExpertsBackend(
+    backend = cache_experts(
         make_graph_backend(bundle, CAPACITY), decoder_of(bundle), max(whole.least, whole.total // 2)
     )
     chance = np.random.default_rng(0)
     for start in range(0, 40):
-        used = backend.forward(ForwardInput(chance.integers(0, 320, 1), np.array([start]), np.array([0]))).experts
+        used = backend.forward(Pass(chance.integers(0, 320, 1), np.array([start]), np.array([0]))).experts
         assert used is not None
         # Those of the last layers ran last, and nothing has taken their place.
         assert backend.expert_cache.cached[LAYERS - 1][used[LAYERS - 1, 0]].all()
@@ -131,7 +131,7 @@ def test_experts_are_asked_for_before_they_are_chosen(bundle: Bundle, monkeypatc
     assert inner.pages is not None and moe is not None
     top_k = moe.top_k
     guess = RouterGuess.of(inner.pages, tensors_in(bundle.manifest, NATIVE), top_k)
-    backend = CachedExpertsBackend(inner, decoder_of(bundle), whole.least, guess=guess)
+    backend = cache_experts(inner, decoder_of(bundle), whole.least, guess=guess)
     plain = make_graph_backend(bundle, CAPACITY)
     asked: list[tuple[int, list[int]]] = []
     fetch = ExpertCache.fetch
@@ -144,9 +144,7 @@ def test_experts_are_asked_for_before_they_are_chosen(bundle: Bundle, monkeypatc
     right = 0
     for start in range(30):
         asked.clear()
-        mine, theirs = (
-            b.forward(ForwardInput(np.array([start]), np.array([start]), np.array([0]))) for b in (backend, plain)
-        )
+        mine, theirs = (b.forward(Pass(np.array([start]), np.array([start]), np.array([0]))) for b in (backend, plain))
         np.testing.assert_array_equal(mine.logits, theirs.logits)
         assert mine.experts is not None
         assert [layer for layer, _ in asked] == list(range(1, LAYERS))
@@ -171,13 +169,13 @@ def test_memory_in_use_equals_the_expert_caches_count() -> None:
     whole = takes(bundle)
     plain = make_graph_backend(bundle, CAPACITY)
 
-    def peak(backend: GraphBackend | CachedExpertsBackend, first: int) -> int:
+    def peak(backend: Alone[Any], first: int) -> int:
         """Most resident bytes of files after any of a prompt's and a reply's passes."""
         chance, most = np.random.default_rng(1), 0
         backend.cache.trim(0)
         for size in (first, *[1] * 20):
             tokens = chance.integers(0, 320, size)
-            backend.forward(ForwardInput(tokens, backend.cache.length + np.arange(size), np.array([size - 1])))
+            backend.forward(Pass(tokens, backend.cache.length + np.arange(size), np.array([size - 1])))
             most = max(most, process_memory().file)
         return most
 
@@ -187,7 +185,7 @@ def test_memory_in_use_equals_the_expert_caches_count() -> None:
     nothing = process_memory().file
     limit = whole.total // 3
     assert limit > whole.least
-    backend = CachedExpertsBackend(plain, decoder_of(bundle), limit)
+    backend = cache_experts(plain, decoder_of(bundle), limit)
     some = peak(backend, 32) - nothing
     others = sum(t.nbytes for t in tensors_in(bundle.manifest, NATIVE) if find_expert(t.name) is None)
     assert 0.5 * limit < some < limit + others + 1_000_000
@@ -196,7 +194,7 @@ def test_memory_in_use_equals_the_expert_caches_count() -> None:
 
 
 def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
-    backend = CachedExpertsBackend(make_graph_backend(bundle, CAPACITY), decoder_of(bundle), takes(bundle).least)
+    backend = cache_experts(make_graph_backend(bundle, CAPACITY), decoder_of(bundle), takes(bundle).least)
     ran = ExpertCache.used
 
     def used(cache: ExpertCache, ids: Any) -> None:
@@ -206,9 +204,9 @@ def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExpertCache, "used", used)
         with pytest.raises(PassCancelledError):
-            backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
+            backend.forward(Pass(np.arange(9), np.arange(9), np.array([8])))
     assert backend.cache.length == 0
-    backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
+    backend.forward(Pass(np.arange(9), np.arange(9), np.array([8])))
     backend.close()
 
 
@@ -221,7 +219,7 @@ def test_too_small_a_limit_and_experts_in_one_matrix_are_refused(layout: Layout,
     bundle = export(layout)
     inner = make_graph_backend(bundle, CAPACITY)
     with pytest.raises(CapabilityError, match=match):
-        CachedExpertsBackend(inner, decoder_of(bundle), int(share * takes(export()).least))
+        cache_experts(inner, decoder_of(bundle), int(share * takes(export()).least))
     inner.close()
 
 
@@ -257,13 +255,13 @@ def hybrid(request: pytest.FixtureRequest) -> Bundle:
 @pytest.mark.slow
 @releasing
 def test_passes_drafts_and_copies_have_the_bits_of_resident_experts(hybrid: Bundle) -> None:
-    whole = feed(PagedBackend(hybrid, CONTEXT), TOKENS)
+    whole = feed(Alone(PagedBackend(hybrid, CONTEXT), CONTEXT), TOKENS)
     decoder = hybrid.manifest.decoder
     assert decoder is not None
     takes = ExpertBytes.of(decoder, tensors_in(hybrid.manifest, NATIVE))
     others = (
-        CachedExpertsBackend(PagedBackend(hybrid, CONTEXT), decoder, takes.least),
-        StreamedBackend(PagedBackend(hybrid, CONTEXT), 2),
+        cache_experts(Alone(PagedBackend(hybrid, CONTEXT), CONTEXT), decoder, takes.least),
+        stream_layers(Alone(PagedBackend(hybrid, CONTEXT), CONTEXT), 2),
     )
     for backend in others:
         for start, stop, kept in PASSES:
@@ -271,7 +269,7 @@ def test_passes_drafts_and_copies_have_the_bits_of_resident_experts(hybrid: Bund
             backend.cache.trim(kept)
         rows = backend.cache.snapshot()
         assert np.array_equal(feed(backend, TOKENS[50:]), whole[50:])
-        backend.cache.restore(rows)
+        restore(backend.cache, rows)
         assert np.array_equal(feed(backend, TOKENS[50:]), whole[50:])
         backend.close()
 

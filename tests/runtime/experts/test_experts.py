@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.parts import MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.runtime.backends.wrapped import CHUNKS, ExpertCounter, ExpertCounts
-from edgeinfer.runtime.planning.economics import Prospect, decoding_rate
+from edgeinfer.runtime.backends.expert_use import CHUNKS, ExpertCounter, ExpertCounts
 from edgeinfer.runtime.planning.speed_model import guessed_passes
+from edgeinfer.runtime.profile.costs import Prospect, decoding_rate
 from edgeinfer.runtime.weights.experts import AROUND_BYTES, ExpertBytes, ExpertCache, expected_experts
 from tests.tables import each_row
 

@@ -10,11 +10,12 @@ import pytest
 
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments, feed, whole_pass
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
+from edgeinfer.runtime.decoding.sequence import run_alone
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments, feed
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.sampler import Sampler
+from tests.alone import Alone
 from tests.runtime.speculation.drafters.models import export, make_backend
 
 PROMPT = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]
@@ -49,28 +50,40 @@ class Script:
         return self._turns.pop(0)
 
 
-def given(backend: Backend, sampler: Greedy, *, chunk: int = 16, **options: Any) -> StrategyArguments:
-    return StrategyArguments(backend, sampler, GenerationConfig(**options), chunk, 16, 2.0)
+def given(text: Text, sampler: Greedy, *, chunk: int = 16, **options: Any) -> StrategyArguments:
+    text.chunk = chunk
+    return StrategyArguments(text, sampler, GenerationConfig(**options), 16, 2.0)
 
 
-def reply(engine: Engine, steps: ReducedDecoding | None, sampler: Greedy, most: int = MOST) -> list[int]:
+def read(backend: Alone[Any], tokens: Sequence[int], wanted: Sequence[int] = ()) -> dict[int, Floats]:
+    """Have the whole model read tokens from the beginning; copies of the logits (V,) behind these."""
+    found: dict[int, Floats] = {}
+    keep = lambda index, logits: found.update({index: logits.copy()})  # noqa: E731
+    backend.cache.trim(0)
+    run_alone(feed(backend.model, backend.cache, tokens, 0, wanted, 4, keep))
+    return found
+
+
+def reply(engine: Text, steps: ReducedDecoding | None, sampler: Greedy, most: int = MOST) -> list[int]:
     """Tokens of a reply; afterwards the cache holds whole rows of the first tokens, as the engine believes."""
     made = [
         step.token for step in engine.generate(PROMPT, sampler, max_tokens=most, stop_ids=frozenset(), strategy=steps)
     ]
     text = [*PROMPT, *made]
-    assert engine.backend.cache.length == len(engine.cached_tokens)
+    if steps is not None:
+        steps.finish()
+    cache = engine.cache
+    assert cache.length == len(engine.cached_tokens)
     assert list(engine.cached_tokens) == text[: len(engine.cached_tokens)]
-    held = engine.backend.cache.snapshot()
-    engine.backend.cache.trim(0)
-    again = list(feed(whole_pass(engine.backend), text[: held.length], 0, [], 4))
-    assert again == []
-    whole = engine.backend.cache.snapshot()
+    held = cache.snapshot()
+    cache.trim(0)
+    run_alone(feed(engine.backend, cache, text[: held.length], 0, [], 4, lambda index, logits: None))
+    whole = cache.snapshot()
     assert all(map(np.array_equal, (*held.keys, *held.values), (*whole.keys, *whole.values)))
     return made
 
 
-def plain(engine: Engine, most: int = MOST) -> tuple[list[int], list[Floats]]:
+def plain(engine: Text, most: int = MOST) -> tuple[list[int], list[Floats]]:
     sampler = Greedy()
     made = reply(engine, None, sampler, most)
     engine.forget()
@@ -78,17 +91,17 @@ def plain(engine: Engine, most: int = MOST) -> tuple[list[int], list[Floats]]:
 
 
 @pytest.fixture(scope="module")
-def backend() -> Backend:
+def backend() -> Alone[Any]:
     return make_backend("portable", export("portable"))
 
 
 @pytest.fixture(scope="module")
-def other() -> Backend:
+def other() -> Alone[Any]:
     return make_backend("portable", export("portable", num_hidden_layers=2, seed=9))
 
 
 @pytest.fixture
-def engine(backend: Backend) -> Iterator[Engine]:
+def engine(backend: Alone[Any]) -> Iterator[Text]:
     backend.cache.trim(0)
-    yield Engine(backend, 4)
+    yield Text(backend.model, backend.cache, 4)
     backend.cache.trim(0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import BundleError, StorageError, UsageError
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
+from edgeinfer.runtime.decoding.sequence import Passes, run_alone
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.calibrated import SkipLevels, kept_layers
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay
@@ -29,7 +32,8 @@ class GivenPrompt:
     def layers(self) -> int:
         return len(self._states) - 1
 
-    def states(self) -> Floats:
+    def states(self) -> Passes[Floats]:
+        yield from ()
         return self._states
 
 
@@ -82,7 +86,9 @@ def test_unified_keeps_the_authors_layers() -> None:
     ]
     for layers, speedup, expected in examples:
         assert kept_layers(layers, speedup) == expected
-        mask = UnifiedPolicy().mask(GivenPrompt(np.zeros((layers + 1, 1, 2), np.float32)), wanted(speedup, layers))
+        mask = run_alone(
+            UnifiedPolicy().mask(GivenPrompt(np.zeros((layers + 1, 1, 2), np.float32)), wanted(speedup, layers))
+        )
         assert kept(mask) == expected
 
 
@@ -97,29 +103,29 @@ def test_least_important_layers_are_skipped_until_fast_enough() -> None:
     states = np.stack([np.cos(angles), np.sin(angles)], axis=-1)[:, None].astype(np.float32)
     policy = ImportancePolicy()
     # First and last stay although they do little.
-    assert kept(policy.mask(GivenPrompt(states), wanted(1.2, 6))) == [0, 1, 3, 4, 5]
-    assert kept(policy.mask(GivenPrompt(states), wanted(1.5, 6))) == [0, 1, 3, 5]
-    assert kept(policy.mask(GivenPrompt(states), wanted(1.0, 6))) == [0, 1, 2, 3, 4, 5]
+    assert kept(run_alone(policy.mask(GivenPrompt(states), wanted(1.2, 6)))) == [0, 1, 3, 4, 5]
+    assert kept(run_alone(policy.mask(GivenPrompt(states), wanted(1.5, 6)))) == [0, 1, 3, 5]
+    assert kept(run_alone(policy.mask(GivenPrompt(states), wanted(1.0, 6)))) == [0, 1, 2, 3, 4, 5]
     # What every pass costs anyhow makes more layers give way, as many as may.
-    assert kept(policy.mask(GivenPrompt(states), wanted(1.5, 6, fixed=12.0))) == [0, 5]
+    assert kept(run_alone(policy.mask(GivenPrompt(states), wanted(1.5, 6, fixed=12.0)))) == [0, 5]
 
 
 def test_routers_skip_what_is_not_needed_within_the_speed_up() -> None:
     states = np.ones((7, 3, 2), np.float32)
     scores = [-9.0, -1.0, 2.0, -3.0, 0.1, -9.0]  # of layers 0 to 5
     policy = RoutersPolicy(np.zeros((6, 2), np.float32), np.array(scores, np.float32))
-    assert kept(policy.mask(GivenPrompt(states), wanted(6.0, 6))) == [0, 2, 4, 5]
-    assert kept(policy.mask(GivenPrompt(states), wanted(1.2, 6))) == [0, 1, 2, 4, 5]
-    assert kept(policy.mask(GivenPrompt(states), wanted(1.0, 6))) == [0, 1, 2, 3, 4, 5]
+    assert kept(run_alone(policy.mask(GivenPrompt(states), wanted(6.0, 6)))) == [0, 2, 4, 5]
+    assert kept(run_alone(policy.mask(GivenPrompt(states), wanted(1.2, 6)))) == [0, 1, 2, 4, 5]
+    assert kept(run_alone(policy.mask(GivenPrompt(states), wanted(1.0, 6)))) == [0, 1, 2, 3, 4, 5]
 
 
 def test_routers_read_the_mean_of_states_entering_each_layer() -> None:
     states = np.zeros((4, 2, 2), np.float32)
     states[1] = [[1, 5], [3, 7]]
     policy = RoutersPolicy(np.array([[0, 0], [0.5, -0.25], [0, 0]], np.float32), np.zeros(3, np.float32))
-    assert policy.needed(GivenPrompt(states)) == pytest.approx([0.5, 1 / (1 + np.exp(0.5)), 0.5])
+    assert run_alone(policy.needed(GivenPrompt(states))) == pytest.approx([0.5, 1 / (1 + np.exp(0.5)), 0.5])
     with pytest.raises(BundleError, match="do not fit"):
-        policy.needed(GivenPrompt(states[1:]))
+        run_alone(policy.needed(GivenPrompt(states[1:])))
     with pytest.raises(BundleError, match="damaged"):
         RoutersPolicy(np.full((3, 2), np.nan, np.float32), np.zeros(3, np.float32))
 
@@ -273,18 +279,20 @@ def test_costs_are_measured_by_leaving_blocks_out(monkeypatch: pytest.MonkeyPatc
     """On a clock that only passes of the model move: by what runs in them, and by their rows."""
     backend = make_backend("portable", export("portable", num_hidden_layers=2), 32)
     with pytest.raises(UsageError, match="needs a context of 33 tokens, but there are 32"):
-        measure_costs(backend, longest=8, past=24)
-    forward, now, behind = backend.forward, [0.0], set[int]()
+        measure_costs(backend.model, backend.cache, longest=8, past=24)
+    forward, now, behind = backend.model.forward, [0.0], set[int]()
 
-    def timed(batch: ForwardInput) -> ForwardOutput:
+    def timed(passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
+        batch = passes[0][1]
         behind.add(backend.cache.length)
         if batch.layer_mask is not None:
             now[0] += (COSTS.ms(batch.layer_mask) + 0.7 * (len(batch.tokens) - 1)) / 1e3
-        return forward(batch)
+        found: list[PassResult] = forward(passes)
+        return found
 
-    monkeypatch.setattr(backend, "forward", timed)
+    monkeypatch.setattr(backend.model, "forward", timed)
     monkeypatch.setattr("edgeinfer.runtime.layer_skip.block_costs.time.perf_counter", lambda: now[0])
-    costs = measure_costs(backend, longest=3, repeats=2, past=8)
+    costs = measure_costs(backend.model, backend.cache, longest=3, repeats=2, past=8)
     assert costs.fixed == pytest.approx(COSTS.fixed)
     assert costs.blocks == pytest.approx(COSTS.blocks)
     assert costs.whole == pytest.approx(COSTS.whole)

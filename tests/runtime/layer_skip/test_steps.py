@@ -14,13 +14,14 @@ import edgeinfer
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.layer_skip.strategy import StrategyArguments, feed, whole_pass
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
+from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
 from edgeinfer.runtime.research.steps import StepEnds, StepRoutingDecoding, advantage
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
+from tests.alone import Alone
+from tests.runtime.layer_skip.conftest import read
+from tests.runtime.speculation.drafters.models import pair
 from tests.speculation import random_bundle
 
 PROMPT = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]
@@ -46,34 +47,32 @@ def test_an_advantage_is_what_the_model_expects_of_its_own_token() -> None:
     assert advantage(banned, 1, np.array([0.25, 0.0, 0.75])) == math.inf
 
 
-def read(model: Backend, text: Sequence[int]) -> Floats:  # (V,)
+def said(model: Alone[Any], text: Sequence[int]) -> Floats:  # (V,)
     """What a model says behind a text, read from its beginning."""
-    model.cache.trim(0)
-    (row,) = (row.copy() for _, row in feed(whole_pass(model), text, 0, [len(text) - 1], 4))
-    return row
+    return read(model, text, [len(text) - 1])[len(text) - 1]
 
 
 def routed(
-    large: Backend, small: Backend, config: GenerationConfig, threshold: float, most: int
+    large: Alone[Any], small: Alone[Any], config: GenerationConfig, threshold: float, most: int
 ) -> tuple[list[int], int]:
     """The reply, and how many of its tokens the small model wrote."""
     sampler = Sampler(LogitsProcessor(config, V, config.seed or 0), PROMPT)
-    text = [*PROMPT, sampler.sample(read(large, PROMPT), len(PROMPT))]
+    text = [*PROMPT, sampler.sample(said(large, PROMPT), len(PROMPT))]
     written = 0
     while len(text) < len(PROMPT) + most:
         room, step = len(PROMPT) + most - len(text), list[int]()
         while len(step) < room and not (step and step[-1] in ENDS):
-            step.append(sampler.sample(read(small, [*text, *step]), len(text) + len(step)))
+            step.append(sampler.sample(said(small, [*text, *step]), len(text) + len(step)))
         gained = 0.0
         for place, token in enumerate(step):
-            row = read(large, [*text, *step[:place]])
+            row = said(large, [*text, *step[:place]])
             gained += advantage(sampler.adjusted(row), token, sampler.probabilities(row))
         if gained <= threshold * len(step):
             text += step
             written += len(step)
             continue
         while len(text) < len(PROMPT) + most:
-            text.append(sampler.sample(read(large, text), len(text)))
+            text.append(sampler.sample(said(large, text), len(text)))
             if text[-1] in ENDS:
                 break
     return text[len(PROMPT) :], written
@@ -81,26 +80,26 @@ def routed(
 
 @pytest.mark.parametrize("options, threshold", [({}, 0.4), (SAMPLED, 0.05), (SAMPLED, -9.0), ({}, 99.0), (SHARP, 0.3)])
 def test_steps_go_to_whoever_writes_them_better(
-    engine: Engine, backend: Backend, other: Backend, options: dict[str, Any], threshold: float
+    engine: Text, backend: Alone[Any], other: Alone[Any], options: dict[str, Any], threshold: float
 ) -> None:
     config = GenerationConfig(compute="steps", method_options={"step_advantage": threshold}, **options)
     sampler = Sampler(LogitsProcessor(config, V, config.seed or 0), PROMPT)
     other.cache.trim(0)
-    given = StrategyArguments(backend, sampler, config, 4, 3, None)
-    steps = StepRoutingDecoding(given, ModelDrafter(other, 4), ENDS.__contains__, 0.25)
+    given = StrategyArguments(engine, sampler, config, 3, None)
+    steps = StepRoutingDecoding(given, ModelDrafter(*pair(other), 4), ENDS.__contains__, 0.25)
     made = [
         step.token for step in engine.generate(PROMPT, sampler, max_tokens=MOST, stop_ids=frozenset(), strategy=steps)
     ]
-    held = engine.backend.cache.snapshot()
+    held = engine.cache.snapshot()
     assert list(engine.cached_tokens) == [*PROMPT, *made][: held.length]
     expected, written = routed(backend, other, config, threshold, MOST)
     assert made == expected
-    use = steps.compute_use()
+    steps.finish()
+    use = steps.compute
     assert (use.tokens, use.reduced, use.lossless) == (MOST - 1, written, written == 0)
     assert use.large_share == pytest.approx(1 - written / (MOST - 1))
     # The rows of the text are the large model's own.
-    backend.cache.trim(0)
-    list(feed(whole_pass(backend), [*PROMPT, *made][: held.length], 0, [], 4))
+    read(backend, [*PROMPT, *made][: held.length])
     whole = backend.cache.snapshot()
     for ours, theirs in zip((*held.keys, *held.values), (*whole.keys, *whole.values), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -11,13 +11,12 @@ from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.planning.candidates import Drafting
-from edgeinfer.runtime.planning.economics import Prospect
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel
-from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, Prospect
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.speculation.assembly import OPTION_BYTES
 from edgeinfer.runtime.system.memory import ProcessMemory

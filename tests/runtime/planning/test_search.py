@@ -17,13 +17,12 @@ from edgeinfer.core.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.core.options.decoding import drafters_in
 from edgeinfer.core.options.load import COUNTED, CountedPages, KvType, LoadConfig
 from edgeinfer.runtime.planning.candidates import configurations
-from edgeinfer.runtime.planning.economics import Prospect
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
 from edgeinfer.runtime.planning.search import drafting_ways, search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, speed_model
-from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.costs import PassCosts, Prospect
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.settings import TunedSettings
 from tests.runtime.planning.conftest import PACE, PASSES, PLAIN, PROCESS, Large, Measured, facts_of, pace_of, plan

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.core.results import DrafterUse
-from edgeinfer.runtime.planning.economics import Prior, prospects_by
+from edgeinfer.runtime.profile.costs import Prior, prospects_by
 from edgeinfer.runtime.profile.drafting import MOST_SEEN, DraftHistory, SeenTexts, drafter_records
 
 _NUMBERS = itertools.count()

@@ -25,8 +25,7 @@ from edgeinfer.runtime.sampling.constraint import (
     weighed_draw,
 )
 from edgeinfer.runtime.sampling.distributions import GumbelNoise
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget, thinking_tags
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, letters_logits
 from tests.speculation import needs_builtin

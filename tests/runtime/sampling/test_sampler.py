@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.core.errors import BackendError, UsageError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.distributions import GumbelNoise, token_logprobs, uniform
-from edgeinfer.runtime.sampling.processor import LogitsProcessor, Penalties, TokenCounts
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Penalties, TokenCounts
 
 SETTINGS = st.fixed_dictionaries(
     {

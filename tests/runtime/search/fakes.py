@@ -14,14 +14,14 @@ from edgeinfer.core.errors import BackendError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult, check_pass
+from edgeinfer.runtime.decoding.sequence import Passes
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.sampling.constraint import Constraint
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, make_search
 from tests.methods import nested
-from tests.runtime.test_engine import TableBackend, TableCache
+from tests.runtime.test_sequence import TableBackend, TableCache
 
 LETTERS = "abcdefgh.,"
 V = len(LETTERS)
@@ -46,10 +46,19 @@ class LettersCache(TableCache):
         super().trim(length)
         del self.places[length:]
 
-    def keep(self, start: int, rows: Sequence[int]) -> None:
+    def clear(self) -> None:
+        super().clear()
+        self.places.clear()
+
+    def fork(self) -> LettersCache:
+        forked = LettersCache(self.capacity)
+        forked.held, forked.places = list(self.held), list(self.places)
+        return forked
+
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
         assert list(rows) == sorted(set(rows))
         self.places[start:] = [self.places[start + row] for row in rows]
-        super().keep(start, rows)
+        super()._keep(start, rows)
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
         arrays = [np.array(a[start:stop], np.float32).reshape(1, -1, 1) for a in (self.held, self.places)]
@@ -74,19 +83,20 @@ class LettersBackend(TableBackend):
         self.cache: LettersCache = LettersCache(capacity)
         self.most_held = 0
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        check_pass(self, batch)
+    def _forward(self, cache: KVCache, batch: Pass) -> PassResult:
+        check_pass(self, cache, batch)
+        assert isinstance(cache, LettersCache)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         self._wait()
-        start, size = self.cache.length, len(tokens)
-        self.cache.held += tokens.tolist()
-        self.cache.places += positions.tolist()
+        start, size = cache.length, len(tokens)
+        cache.held += tokens.tolist()
+        cache.places += positions.tolist()
         self.passes.append(size)
-        self.most_held = max(self.most_held, self.cache.length)
-        assert self.cache.places == list(range(start + size)), "the rows of a text are one for each place"
-        texts = [self.held[: start + row + 1] for row in rows]
+        self.most_held = max(self.most_held, cache.length)
+        assert cache.places == list(range(start + size)), "the rows of a text are one for each place"
+        texts = [cache.held[: start + row + 1] for row in rows]
         logits = np.array([letters_logits(text) for text in texts], np.float32).reshape(-1, V)
-        return ForwardOutput(logits, None)
+        return PassResult(logits, None)
 
 
 class LettersAnchor:
@@ -102,12 +112,14 @@ class LettersAnchor:
     def begin(self, tokens: Sequence[int]) -> None:
         """Nothing is kept."""
 
-    def after(self, tokens: Sequence[int]) -> Floats | None:  # (V,)
+    def after(self, tokens: Sequence[int]) -> Passes[Floats | None]:  # (V,)
         """What follows a text."""
+        yield from ()
         return self.logits(tokens)
 
-    def behind(self, tokens: Sequence[int], count: int) -> list[Floats] | None:
+    def behind(self, tokens: Sequence[int], count: int) -> Passes[list[Floats] | None]:
         """What follows each of its last tokens."""
+        yield from ()
         return [self.logits(tokens[:end]) for end in range(len(tokens) - count + 1, len(tokens) + 1)]
 
 
@@ -153,18 +165,15 @@ class Trial:
         **options: Any,
     ) -> None:
         self.config = GenerationConfig(**nested({"max_tokens": 12, "seed": 5} | options))
-        self.engine = Engine(backend, 4)
+        self.sequence = Text(backend, backend.cache, 4)
         self.backend, self.stop_ids, self.prompt = backend, stop_ids, prompt
         self.sampler = Sampler(LogitsProcessor(self.config, V, self.config.seed or 0), prompt, constraint)
         parts = SearchParts(
-            backend,
+            self.sequence,
             self.sampler,
             self.config,
             stop_ids,
             Letters(),
-            cancelled=lambda: self.engine.cancelled,
-            fed=lambda: self.engine.cached_tokens,
-            chunk=self.engine.chunk,
             continues=False,
             small=lambda: anchor or LettersAnchor(),
         )
@@ -173,12 +182,13 @@ class Trial:
     def tokens(self, watch: Callable[[int], None] = lambda token: None) -> list[int]:
         """The reply."""
         found, most = list[int](), self.config.max_tokens
-        steps = self.engine.generate(
+        steps = self.sequence.generate(
             self.prompt, self.sampler, max_tokens=most, stop_ids=self.stop_ids, strategy=self.strategy
         )
         for step in steps:
             found.append(step.token)
             watch(step.token)
+        self.strategy.finish()
         self.check_cache(found)
         return found
 
@@ -187,7 +197,7 @@ class Trial:
         text = [*self.prompt, *found]
         assert self.backend.held == text[: self.backend.cache.length]
         assert self.backend.cache.places == list(range(self.backend.cache.length))
-        assert self.engine.cached_tokens == tuple(self.backend.held)
+        assert self.sequence.cached_tokens == tuple(self.backend.held)
         assert self.backend.cache.length >= len(self.prompt)
 
 
@@ -196,5 +206,5 @@ def alone(seed: int, *, stop_ids: frozenset[int] = frozenset({END}), **options: 
     config = GenerationConfig(**({"max_tokens": 12} | options | {"seed": seed}))
     backend = LettersBackend()
     sampler = Sampler(LogitsProcessor(config, V, seed), PROMPT)
-    steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=config.max_tokens, stop_ids=stop_ids)
+    steps = Text(backend, backend.cache, 4).generate(PROMPT, sampler, max_tokens=config.max_tokens, stop_ids=stop_ids)
     return [step.token for step in steps]

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import ContextLengthError
 from edgeinfer.core.options.reply import GenerationConfig
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.anchored import Anchored, DivergenceBudget, fuse, prefix_debt
 from tests.runtime.search.fakes import PROMPT, LettersAnchor, LettersBackend, Trial, V, alone, letters_logits
 
@@ -98,7 +97,7 @@ def test_every_token_is_drawn_from_the_mean_that_its_ledger_allows(each: float, 
         assert spent <= allowed + 1e-9
         assert token == sampler.sample_keyed(fused.probabilities, len(text))
         text.append(token)
-    use = trial.strategy.search_use()
+    use = trial.strategy.search
     assert use.divergence == pytest.approx(spent, abs=1e-6)
     assert use.divergence_allowed == pytest.approx(len(found) * each - owed, abs=1e-6)
     assert 0 < use.trials <= len(found)
@@ -108,19 +107,19 @@ def test_without_a_limit_it_is_the_model_and_without_a_budget_the_anchor() -> No
     free = Trial(LettersBackend(), anchor_budget=1000.0, **WARM)
     options = {name: value for name, value in WARM.items() if name != "search"}
     assert free.tokens() == alone(5, **options)
-    assert free.strategy.search_use().trials == 0
+    assert free.strategy.search.trials == 0
     anchor, bound = LettersAnchor(), Trial(LettersBackend(), anchor_budget=0.0, **WARM)
     sampler, text = Sampler(LogitsProcessor(GenerationConfig(temperature=1.0), V, 5), PROMPT), list(PROMPT)
     for token in bound.tokens():
         assert token == sampler.sample(anchor.logits(text), len(text))
         text.append(token)
-    assert bound.strategy.search_use().divergence == 0
+    assert bound.strategy.search.divergence == 0
 
 
 def test_an_anchor_without_room_ends_the_reply() -> None:
     class Short(LettersAnchor):
         def after(self, tokens: Any) -> Any:
-            return None if len(tokens) > 8 else super().after(tokens)
+            return None if len(tokens) > 8 else (yield from super().after(tokens))
 
     trial = Trial(LettersBackend(), anchor=Short(), **WARM)
     assert isinstance(trial.strategy, Anchored)

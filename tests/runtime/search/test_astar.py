@@ -57,7 +57,7 @@ def test_the_best_beginning_is_expanded_next(scored: bool) -> None:
                 frontier[text] = value(Letters().decode(text), ended) if scored else mean(text)
         wanted = max(frontier, key=lambda text: frontier[text])
         found = tuple(trial.tokens())
-        use = trial.strategy.search_use()
+        use = trial.strategy.search
         assert {text.token_ids for text in use.texts} == frontier.keys()
         assert found[: len(wanted)] == wanted == use.texts[use.chosen].token_ids
         # Behind a beginning that is not over, the reply goes on alone.

@@ -64,7 +64,7 @@ def test_groups_avoid_each_other() -> None:
         trial = Trial(LettersBackend(), search="beam", stop_ids=NO_STOPS, **options)
         found = tuple(trial.tokens())
         expected = grouped(beams, groups, diversity, 5)
-        assert {text.token_ids for text in trial.strategy.search_use().texts} == expected
+        assert {text.token_ids for text in trial.strategy.search.texts} == expected
         assert found == max(expected, key=total)
 
 
@@ -72,7 +72,7 @@ def test_beams_share_rows() -> None:
     """One token of each beam is fed at a time, whatever they have in common; here each has a pass."""
     trial = Trial(LettersBackend(500), search="beam", beams=4, max_tokens=20, stop_ids=NO_STOPS)
     trial.tokens()
-    use = trial.strategy.search_use()
+    use = trial.strategy.search
     assert (use.passes, use.rows) == (19 * 4 + 2, 19 * 4 + 19)
 
 
@@ -98,7 +98,7 @@ def test_beams_find_the_best_of_a_list_and_nothing_else() -> None:
         for beams, groups in ((16, 1), (3, 1), (4, 2)):
             constraint = kind(ChoiceTrie(sorted(choices), [END]))
             trial = Trial(LettersBackend(900), constraint=constraint, beams=beams, beam_groups=groups, **options)
-            found, texts = tuple(trial.tokens()), trial.strategy.search_use().texts
+            found, texts = tuple(trial.tokens()), trial.strategy.search.texts
             assert {text.token_ids for text in texts} <= {(*choice, END) for choice in choices}
             if beams == 16:
                 assert found == (*max(choices, key=logprob), END)

@@ -16,8 +16,7 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.research.cautious import trials_for
 from edgeinfer.runtime.research.contrast import contrasted
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.momentum import Runs
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, alone, letters_logits
 from tests.tables import each_row
@@ -68,7 +67,7 @@ def test_momentum_takes_the_least_resisted() -> None:
             changed += best != int(probabilities.argmax())
             text.append(best)
         assert trial.tokens() == text[len(PROMPT) :]
-        assert trial.strategy.search_use().trials == changed
+        assert trial.strategy.search.trials == changed
         assert changed > 0 or resistance[0] == 0
 
 
@@ -97,9 +96,9 @@ def test_lookahead_takes_the_token_that_is_followed_best() -> None:
                 if token in stop_ids:
                     break
             assert trial.tokens() == text[len(PROMPT) :]
-            assert trial.strategy.search_use().trials == looked
+            assert trial.strategy.search.trials == looked
             if above == 9:
-                assert looked == 0 and trial.strategy.search_use().branches == 0
+                assert looked == 0 and trial.strategy.search.branches == 0
 
 
 def test_lookahead_looks_no_further_than_the_context_reaches() -> None:
@@ -130,9 +129,9 @@ def test_contrast_moves_away_from_the_worse_prompt() -> None:
             changed += token != plain
             said.append(token)
         assert trial.tokens() == said
-        assert trial.strategy.search_use().trials == changed
+        assert trial.strategy.search.trials == changed
         assert changed > 0 or above == 1.4
-        assert trial.strategy.search_use().rows == len(worse) + 2 * (len(said) - 1)
+        assert trial.strategy.search.rows == len(worse) + 2 * (len(said) - 1)
 
 
 def test_contrast_leaves_what_is_implausible() -> None:
@@ -156,7 +155,7 @@ def test_contrast_goes_on_plainly_where_the_context_ends() -> None:
         for length in range(pairs + 1, len(text)):
             assert text[length] == int(letters_logits([*PROMPT, *text[:length]]).argmax())
         # The worse prompt, the pairs, the reply over again, and a row for each token of plain decoding.
-        assert trial.strategy.search_use().rows == 3 + 2 * pairs + pairs + len(text) - pairs - 1
+        assert trial.strategy.search.rows == 3 + 2 * pairs + pairs + len(text) - pairs - 1
     for lame, capacity, most in (("", 50, 4), ("gab", 5, None), ("gab", 20, 15)):
         with pytest.raises(UsageError, match=r"no room|needs the method option"):
             Trial(LettersBackend(capacity), search="contrast", lame_prompt=lame, max_tokens=most).tokens()
@@ -205,7 +204,7 @@ def test_cautious_takes_the_least_perplexing_piece(options: dict[str, Any], sing
     trial = Trial(LettersBackend(900), search="cautious", max_tokens=30, **options)
     tokens, single = pieces(GenerationConfig(**options), 30)
     assert trial.tokens() == tokens
-    use = trial.strategy.search_use()
+    use = trial.strategy.search
     assert use.trials - use.branches == single and use.branches > 1 and not use.lossless
     assert (single > 0) == singles
 

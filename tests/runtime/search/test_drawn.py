@@ -24,7 +24,7 @@ def test_samples_are_the_texts_of_separate_replies(count: int, most: int, extra:
         seeds = [(seed + i) % 2**64 for i in range(count)]
         separate = [alone(s, **options) for s in seeds]
         assert trial.tokens() == separate[0]
-        use = trial.strategy.search_use()
+        use = trial.strategy.search
         assert [list(text.token_ids) for text in use.texts] == separate
         assert [text.text for text in use.texts] == [Letters().decode(tokens) for tokens in separate]
         assert [text.finish_reason for text in use.texts] == [
@@ -40,7 +40,7 @@ def test_samples_are_the_texts_of_separate_replies(count: int, most: int, extra:
 def test_samples_are_evaluated_once() -> None:
     trial = Trial(LettersBackend(400), search="samples", samples=4, max_tokens=40, stop_ids=frozenset(), **WARM)
     assert len(trial.tokens()) == 40
-    assert trial.strategy.search_use().rows == 39 * 4 == sum(trial.backend.passes) - len(PROMPT)
+    assert trial.strategy.search.rows == 39 * 4 == sum(trial.backend.passes) - len(PROMPT)
 
 
 def test_samples_are_told_as_they_are_certain() -> None:
@@ -53,7 +53,7 @@ def test_samples_are_told_as_they_are_certain() -> None:
 def test_a_reader_who_leaves_finds_the_text_in_the_cache() -> None:
     for stop_at in (1, 2, 3, 5, 8, 13, 19):
         trial = Trial(LettersBackend(400), search="samples", samples=3, max_tokens=30, stop_ids=frozenset(), **WARM)
-        steps = trial.engine.generate(
+        steps = trial.sequence.generate(
             PROMPT, trial.sampler, max_tokens=30, stop_ids=frozenset(), strategy=trial.strategy
         )
         found = [next(steps).token for _ in range(stop_at)]
@@ -69,7 +69,7 @@ def test_a_pass_that_fails_leaves_the_text_so_far(search: str, at: int) -> None:
     trial = Trial(backend, search=search, max_tokens=30, stop_ids=frozenset(), **WARM)
     found: list[int] = []
     with pytest.raises(BackendError, match="broke"):
-        for step in trial.engine.generate(
+        for step in trial.sequence.generate(
             PROMPT, trial.sampler, max_tokens=30, stop_ids=frozenset(), strategy=trial.strategy
         ):
             found.append(step.token)
@@ -81,7 +81,7 @@ def test_samples_end_with_the_first_where_others_are_shorter() -> None:
     backend = LettersBackend(43)
     trial = Trial(backend, search="samples", samples=4, max_tokens=None, stop_ids=frozenset(), **WARM)
     assert trial.tokens() == alone(5, max_tokens=41, stop_ids=frozenset(), **WARM)
-    lengths = [len(text.token_ids) for text in trial.strategy.search_use().texts]
+    lengths = [len(text.token_ids) for text in trial.strategy.search.texts]
     assert lengths == [41, 10, 10, 10] and backend.most_held <= 43
 
 
@@ -111,7 +111,7 @@ def test_one_of_the_separate_replies_is_the_answer(search: str, samples: int, op
         options = WARM | options
         trial = Trial(LettersBackend(400), search=search, samples=samples, **options | {"seed": seed})
         separate = [alone(seed + i, **options) for i in range(samples)]
-        found, use = trial.tokens(), trial.strategy.search_use()
+        found, use = trial.tokens(), trial.strategy.search
         assert found == separate[use.chosen] and not use.lossless
         ended = [len(tokens) for tokens in separate if tokens[-1] == END]
         if search == "vote":

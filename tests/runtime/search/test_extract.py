@@ -41,14 +41,14 @@ def test_the_best_of_all_spans_is_found_in_200_passages() -> None:
         found = "".join(LETTERS[t] for t in trial.tokens()[:-1])
         scores = {span: score(span, prompt) for span in every}
         assert found in every and scores[found] == pytest.approx(max(scores.values()), abs=1e-5)
-        texts = trial.strategy.search_use().texts
+        texts = trial.strategy.search.texts
         for text in texts:
             assert text.finish_reason == "stop" and text.text in every
             assert text.score * len(text.token_ids) == pytest.approx(scores[text.text], abs=1e-4)
         assert all(
             one.score * len(one.token_ids) >= two.score * len(two.token_ids) - 1e-6 for one, two in pairwise(texts)
         )
-        passes, spans = passes + trial.strategy.search_use().passes, spans + len(every)
+        passes, spans = passes + trial.strategy.search.passes, spans + len(every)
     assert passes < spans / 2
 
 

@@ -101,7 +101,7 @@ def test_estimates_are_unbiased(case: str, power: float) -> None:
         assert isinstance(trial.strategy, Particles)
         sums[seed] = math.exp(trial.strategy.log_evidence)
         parts[seed, tokens[0]] = sums[seed]
-        texts = trial.strategy.search_use().texts
+        texts = trial.strategy.search.texts
         assert sum(text.weight or 0 for text in texts) == pytest.approx(1)
     assert abs(sums.mean() - sum(exact.values())) < 4 * sums.std() / math.sqrt(seeds)
     for token in range(V):
@@ -113,17 +113,17 @@ def test_estimates_are_unbiased(case: str, power: float) -> None:
 def test_without_power_and_scorer_all_weigh_the_same() -> None:
     trial = trial_of("plain", power=1.0, max_tokens=12)
     found = trial.tokens()
-    texts = trial.strategy.search_use().texts
+    texts = trial.strategy.search.texts
     assert [text.weight for text in texts] == pytest.approx([0.25] * 4)
-    assert list(texts[trial.strategy.search_use().chosen].token_ids) == found
+    assert list(texts[trial.strategy.search.chosen].token_ids) == found
 
 
 def test_particles_of_no_weight_are_replaced() -> None:
     """Particles whose text leads nowhere go on as others did, whose rows they share."""
     trial = trial_of("plain", scorer=lambda text, ended: 0.0 if text.startswith(".") else -math.inf, samples=16)
     assert trial.tokens()[0] == 8
-    assert all(text.token_ids[0] == 8 for text in trial.strategy.search_use().texts)
-    assert len(trial.strategy.search_use().texts) == 16
+    assert all(text.token_ids[0] == 8 for text in trial.strategy.search.texts)
+    assert len(trial.strategy.search.texts) == 16
 
 
 def test_resampling_is_systematic() -> None:

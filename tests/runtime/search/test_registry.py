@@ -9,9 +9,9 @@ import pytest
 
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.strategy import SearchParts, make_search, search_method
 from tests.methods import all_methods, nested
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersAnchor, LettersBackend, Trial, V
@@ -34,7 +34,7 @@ def test_every_way_tells_what_it_did() -> None:
     for name in SEARCH_KINDS:
         form = ChoiceConstraint(ChoiceTrie([[1, 2, 3], [4, 5]], [END])) if name == "aligned" else None
         trial = Trial(LettersBackend(400), constraint=form, **options_of(name))
-        found, use = trial.tokens(), trial.strategy.search_use()
+        found, use = trial.tokens(), trial.strategy.search
         assert 1 <= len(found) <= 12
         assert (use.search, use.lossless) == (name, name == "samples")
         assert use.passes > 0 and use.rows >= use.passes
@@ -70,14 +70,14 @@ def test_only_some_follow_a_constraint(name: str) -> None:
     config = GenerationConfig(**nested(options_of(name)), max_tokens=8)
     sampler = Sampler(LogitsProcessor(config, V, 1), PROMPT, ChoiceConstraint(ChoiceTrie(choices, [END])))
     backend = LettersBackend()
-    rest: dict[str, Any] = {"cancelled": lambda: False, "fed": tuple, "chunk": 16, "continues": False}
-    parts = SearchParts(backend, sampler, config, frozenset({END}), Letters(), **rest, small=LettersAnchor)
+    text, stops = Sequence(backend, backend.cache, 16), frozenset({END})
+    parts = SearchParts(text, sampler, config, stops, Letters(), continues=False, small=LettersAnchor)
     if not SEARCH_KINDS[name].constrained:
         with pytest.raises(UsageError, match="cannot follow a grammar"):
             make_search(parts, forgets=False)
         return
     trial = Trial(backend, constraint=ChoiceConstraint(ChoiceTrie(choices, [END])), **options_of(name))
-    trial.sampler, trial.strategy = sampler, make_search(parts, forgets=False)
+    trial.sequence, trial.sampler, trial.strategy = text, sampler, make_search(parts, forgets=False)
     assert trial.tokens() in [[*choice, END] for choice in choices]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.controller import Acceptance, DraftController, StochasticController
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
@@ -39,7 +39,7 @@ class Prices:
 
 
 def eager_rounds(
-    backend: Backend,
+    text: Text,
     sampler: Sampler,
     drafters: Sequence[Drafter],
     prices: Prices,
@@ -56,4 +56,4 @@ def eager_rounds(
         acceptance.add(drafter.name, [0.9] * len(drafter.priors))
     kind = kind or (StochasticController if rule.stochastic else DraftController)
     controller = kind(drafters, prices, acceptance, most, width)
-    return SpeculativeDecoding(backend, sampler, drafters, controller, rule, noise=noise, on_plain_ms=lambda ms: None)
+    return SpeculativeDecoding(text, sampler, drafters, controller, rule, noise=noise, on_plain_ms=lambda ms: None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.controller import Acceptance, DraftController, RoundCosts
 from edgeinfer.runtime.speculation.drafters.contract import (
     Draft,
@@ -19,6 +20,7 @@ from edgeinfer.runtime.speculation.drafters.contract import (
 )
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from tests.runtime.speculation.prices import Prices
+from tests.runtime.speculation.verification.enumeration import settle
 
 
 class Prophet(Drafter):
@@ -161,14 +163,14 @@ def decode(
             continue
         room = len(text) - len(context.tokens) - 1
         before = [(d.asked, d.behind) for d in drafters]
-        draft = controller.draft(context, room, room)
+        draft = run_alone(controller.draft(context, room, room))
         asked = 0.0
         for drafter, (times, behind) in zip(drafters, before, strict=True):
             asked += (drafter.asked - times) * prices.guess_ms(drafter.name)
             asked += (behind - drafter.behind) * prices.read_ms(drafter.name)
         run.passes.append((1 + len(draft), prices.pass_ms(1 + len(draft))))
         run.ms += run.passes[-1][1] + asked + prices.round_ms
-        verdict: Verdict = verify_keyed(draft, Truth(text, len(context.tokens), draft))  # type: ignore[arg-type]
+        verdict: Verdict = settle(verify_keyed(draft, Truth(text, len(context.tokens), draft)))  # type: ignore[arg-type]
         committed = (*(draft.guesses[n].token for n in verdict.accepted), verdict.token)
         fed = np.array([context.tokens[-1], *draft.tokens])
         context.tokens.extend(committed)

@@ -21,16 +21,15 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Sequence as Conversation
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint
 from edgeinfer.runtime.sampling.distributions import Logits
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
+from tests.alone import Alone
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.heads import DRAFTING, random_heads
@@ -89,10 +88,10 @@ class Text:
 class Subject:
     """A model that decodes plainly or in rounds, with costs under which drafting always pays."""
 
-    def __init__(self, bundle: Bundle, backend: Backend, model: Callable[[], Backend]) -> None:
+    def __init__(self, bundle: Bundle, backend: Alone[Any], model: Callable[[], Alone[Any]]) -> None:
         self.bundle = bundle
         self.backend = backend
-        self.engine = Engine(backend, 8)
+        self.conversation = Conversation(backend.model, backend.cache, 8)
         self._model = cache(model)
         self._plain: dict[str, Text] = {}
 
@@ -113,10 +112,10 @@ class Subject:
         noise: float = 0.0,
         stop_ids: frozenset[int] = frozenset(),
     ) -> Text:
-        self.engine.forget()
+        self.conversation.forget()
         sampler = Witness(config, self.backend.geometry.vocab_size, constraint)
         rounds = self.rounds(sampler, config, drafters, width, noise) if drafters else None
-        steps = self.engine.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=stop_ids, strategy=rounds)
+        steps = self.conversation.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=stop_ids, strategy=rounds)
         tokens = [step.token for step in steps]
         return Text(tokens, sampler.logits, self.backend.cache.snapshot(), rounds)
 
@@ -126,17 +125,19 @@ class Subject:
         model = self._model() if {"model", "rapid"} & {*names} else None
         if model is not None:
             model.cache.trim(0)
-        parts = DrafterParts(self.backend, model, 8, TunedDrafting(), bundle=self.bundle)
+        small, cache = (None, None) if model is None else (model.model, model.cache)
+        target = self.backend.model
+        parts = DrafterParts(target, self.backend.cache, small, cache, 8, TunedDrafting(), bundle=self.bundle)
         if "bits" in names and not self.backend.capabilities.high_planes:
             names = [name for name in names if name != "bits"]
             if not names:
                 pytest.skip("these weights have one plane")
         made = [drafter_method(name).make(parts) for name in names]
-        if isinstance(self.backend, GraphBackend) and not self.backend.capabilities.paged:
+        if isinstance(target, GraphBackend) and not self.backend.capabilities.paged:
             width = 1
         prices = Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1})
         return eager_rounds(
-            self.backend, sampler, made, prices, verification=config.verification, width=width, noise=noise
+            self.conversation, sampler, made, prices, verification=config.verification, width=width, noise=noise
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.batch import BatchController
 from edgeinfer.runtime.speculation.controller import DraftController, StochasticController
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
@@ -72,9 +73,9 @@ def test_drafts_keep_to_the_room_there_is() -> None:
     context = DraftContext(text[:10], lambda logits, drafted: (0, None), lambda drafted: ())
     drafter = Prophet("copy", text, 1.0)
     controller = DraftController([drafter], Prices(FLAT), learning([drafter]), 15)
-    assert [len(controller.draft(context, rows, 50)) for rows in (0, 1, 5)] == [0, 1, 5]
-    assert [len(controller.draft(context, 50, depth)) for depth in (0, 1, 5)] == [0, 1, 5]
-    assert 5 < len(controller.draft(context, 50, 50)) <= 15
+    assert [len(run_alone(controller.draft(context, rows, 50))) for rows in (0, 1, 5)] == [0, 1, 5]
+    assert [len(run_alone(controller.draft(context, 50, depth))) for depth in (0, 1, 5)] == [0, 1, 5]
+    assert 5 < len(run_alone(controller.draft(context, 50, 50))) <= 15
 
 
 def test_trees_hedge_where_rows_are_free() -> None:

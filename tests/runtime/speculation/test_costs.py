@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 from edgeinfer import load
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.core.errors import StorageError
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
-from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult, check_pass
+from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, following
 from edgeinfer.runtime.profile.costs import pace as pace_of
 from edgeinfer.runtime.speculation import costs as device_costs
 from edgeinfer.runtime.speculation import costs as module
-from edgeinfer.runtime.speculation.costs import DeviceCosts, measure_guesses, measure_passes
+from edgeinfer.runtime.speculation.costs import DeviceCosts, RoundTimings, measure_guesses, measure_passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.prices import FLAT, Prices
 from tests.runtime.speculation.prophets import Prophet, decode, text_of
-from tests.runtime.test_engine import TableBackend, TableCache
+from tests.runtime.test_sequence import TableBackend, TableCache
 from tests.tables import each_row
 
 CURVES = st.builds(
@@ -156,18 +156,18 @@ class TimedBackend(TableBackend):
         self.cache.held += [1] * min(30, capacity)
         self._clock, self._seconds, self._noise = clock, seconds, noise
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        check_pass(self, batch)
+    def _forward(self, cache: KVCache, batch: Pass) -> PassResult:
+        check_pass(self, cache, batch)
         size = len(batch.tokens)
         assert len(batch.rows) == size
         self.cache.held += batch.tokens.tolist()
         larger = min(m for m in self._seconds if m >= size)
         self._clock.now += self._seconds[larger] * self._noise[len(self.passes) % len(self._noise)]
         self.passes.append(size)
-        return ForwardOutput(np.zeros((size, 1000), np.float32), None)
+        return PassResult(np.zeros((size, 1000), np.float32), None)
 
     def measure(self, **options: Any) -> PassCosts:
-        return measure_passes(self, **options)
+        return measure_passes(self, self.cache, **options)
 
 
 # Of a 0.5B on one core of a laptop, in seconds.
@@ -254,7 +254,7 @@ class Kept:
 
     def open(self, most: int = 1) -> DeviceCosts:
         """What a session knows of them."""
-        costs = DeviceCosts(self, self, False, most, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+        costs = DeviceCosts(self, self, self, False, most, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
         costs.prepare()
         return costs
 
@@ -270,12 +270,12 @@ def test_what_guesses_cost_follows_the_rounds_of_replies() -> None:
     text = text_of(60)
     run = decode([Prophet("model", text, 1.0)], text, Prices(FLAT, {"model": 0.5}))
     assert {name for name, _ in run.controller.timed_guesses} == {"model"}
-    statistics = SpeculationStatistics()
+    timings = RoundTimings()
     for ms in (0.4, 0.5, 30.0, 0.6, 0.5) * 8:
-        statistics.add_guesses([("model", ms - 0.1), ("model", ms + 0.1), ("gone", 1.0)])
-    costs.learn(statistics)
+        timings.add_guesses([("model", ms - 0.1), ("model", ms + 0.1), ("gone", 1.0)], [])
+    costs.learn(timings)
     assert costs.of([]).guess_ms("model") == pytest.approx(0.5, abs=0.2)
-    costs.learn(SpeculationStatistics(timed_guesses={"model": [9.0, 9.0]}))
+    costs.learn(RoundTimings(guesses={"model": [9.0, 9.0]}))
     assert costs.of([]).guess_ms("model") < 1.0
 
 
@@ -309,7 +309,7 @@ def test_costs_measured_in_a_busy_moment_follow_what_the_session_measures() -> N
             text = text_of(150, reply)
             prophets = [Prophet("copy", text, right, seed=reply) for _ in range(2)]
             run = decode(prophets[:1], text, quiet, rests=True, believed=costs.of([]))
-            costs.learn(SpeculationStatistics(timed_passes=run.passes))
+            costs.learn(RoundTimings(passes=run.passes))
             # What is not known yet may cost little.
             assert run.ms <= 1.03 * run.plain_ms
             if reply >= 6:
@@ -326,9 +326,9 @@ def test_what_reading_costs_follows_the_replies_and_one_busy_moment_moves_it_lit
     costs = kept.open()
     assert (costs.of([]).read_ms("model"), costs.of([]).read_ms("copy")) == (0.004, 0.0)
     for ms in (0.01, 0.9, 0.01, 0.011, 0.01):
-        statistics = SpeculationStatistics()
-        statistics.add_guesses([], [("model", ms), ("gone", 1.0)])
-        costs.learn(statistics)
+        timings = RoundTimings()
+        timings.add_guesses([], [("model", ms), ("gone", 1.0)])
+        costs.learn(timings)
         assert costs.of([]).read_ms("model") <= 0.011
     assert costs.of([]).read_ms("model") == pytest.approx(0.01)
     costs.save()
@@ -339,12 +339,12 @@ def test_reading_is_measured_with_the_guesses_of_a_draft_model(monkeypatch: pyte
     """By a clock that a guess moves by 1 ms, each token that it reads by 0.25, and one busy moment by 40."""
     now, guesses, busy = [0.0], ModelDrafter.guesses, iter([40.0])
 
-    def timed(self: ModelDrafter, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def timed(self: ModelDrafter, context: DraftContext, drafted: Sequence[int], width: int) -> Passes[Sequence[Guess]]:
         unread = 0 if drafted else self.unread(context)
         now[0] += (1.0 + 0.25 * unread + (next(busy, 0.0) if len(context.tokens) > 40 else 0.0)) / 1e3
         return guesses(self, context, drafted, width)
 
-    with load(None, remember=False, speculation="auto") as model, model._idle() as parts:
+    with load(None, remember=False, speculation="auto") as model, model._replies.idle() as parts:
         assert parts.speculator is not None
         costs = parts.speculator._costs
         monkeypatch.setattr(ModelDrafter, "guesses", timed)

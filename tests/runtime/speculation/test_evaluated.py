@@ -9,21 +9,20 @@ import numpy as np
 import pytest
 
 from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.results import SpeculationUse
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, KVCache, Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
+from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.decoding import RoundView
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
+from edgeinfer.runtime.speculation.decoding import LogitRows, RoundView, decided
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
-from edgeinfer.runtime.speculation.evaluated import LogitRows, head_of
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from edgeinfer.runtime.tuning.measure import token_logits
+from tests.alone import Alone
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 from tests.runtime.speculation.drafters.rounds import ask, settled
@@ -36,9 +35,7 @@ HIDDEN = np.eye(VOCABULARY, dtype=np.float32)[1 : ROWS + 1]
 
 
 class Head:
-    """Implements `HeadBackend`."""
-
-    head_apart = True
+    """A head that notes the rows it is asked for."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -51,12 +48,12 @@ class Head:
 def verified(tokens: list[int]) -> tuple[tuple[int, ...], Head]:
     """The accepted tokens of a draft, and what its head was asked for."""
     head = Head()
-    rows = LogitRows(HIDDEN[:HEAD_ROWS], HIDDEN, head)
+    rows = LogitRows(HIDDEN[:HEAD_ROWS], HIDDEN, head.head)
     draft = Draft(
         tuple(Guess(token, 0) for token in tokens), tuple(range(-1, len(tokens) - 1)), ("copy",) * len(tokens)
     )
     sampler = Sampler(LogitsProcessor(GenerationConfig(), VOCABULARY, 0), [0])
-    return verify_keyed(draft, RoundView(sampler, draft, rows, 1)).accepted, head
+    return decided(verify_keyed(draft, RoundView(sampler, draft, rows, 1)), rows).accepted, head
 
 
 def test_rows_behind_the_first_refused_guess_are_not_computed() -> None:
@@ -72,8 +69,13 @@ def test_rows_behind_the_first_refused_guess_are_not_computed() -> None:
 
 def test_rows_that_were_overwritten_are_computed_again() -> None:
     head = Head()
-    rows = LogitRows(HIDDEN[:HEAD_ROWS], HIDDEN, head)
-    assert [int(rows.row(row).argmax()) for row in (0, 9, 1, 2)] == [1, 10, 2, 3]
+    rows = LogitRows(HIDDEN[:HEAD_ROWS], HIDDEN, head.head)
+    found = []
+    for row in (0, 9, 1, 2):
+        if not rows.has(row):
+            rows.bring(row)
+        found.append(int(rows.row(row).argmax()))
+    assert found == [1, 10, 2, 3]
     assert (head.asked, rows.first) == ([[9, 10], [1, 2, 3, 4]], 1)
 
 
@@ -101,32 +103,34 @@ class LongDrafts:
         bundle = bundle_of(
             "qwen2", ExportConfig(4, 32, keep_small=False, layout="native", calibration="none"), hidden_size=128
         )
-        self.backend = PagedBackend(bundle, 64)
-        assert head_of(self.backend) is self.backend
+        self.backend = Alone(PagedBackend(bundle, 64), 64)
+        assert self.backend.model.head_apart
         self._subject = Subject(bundle, self.backend, lambda: self.backend)
-        self._head = self.backend.head
+        self._head = self.backend.model.head
         self.heads, self.fails = 0, 0  # passes of the head; the number of the one that fails
-        self.statistics = SpeculationStatistics()  # of the latest reply
-        self.backend.head = self._counted  # type: ignore[method-assign]
+        self.speculation = SpeculationUse("")  # of the latest reply
+        self.backend.model.head = self._counted  # type: ignore[method-assign]
 
-    def _counted(self, hidden: Floats) -> Floats:
+    def _counted(self, cache: KVCache, hidden: Floats) -> Floats:
         self.heads += 1
         if self.heads == self.fails:
             raise PassCancelledError("The pass was cancelled.")
-        return self._head(hidden)
+        return self._head(cache, hidden)
 
     def told(
         self, config: GenerationConfig = REPEATING, drafters: tuple[str, ...] = ("copy",), noise: float = 0.0
     ) -> list[Told]:
         """Tokens and what was reported of them, until a pass is cancelled, which ends the reply."""
-        self._subject.engine, self.heads = Engine(self.backend, 8), 0
+        self._subject.conversation, self.heads = Sequence(self.backend.model, self.backend.cache, 8), 0
         self.backend.cache.trim(0)
         sampler = Witness(config, self.backend.geometry.vocab_size)
         rounds = self._subject.rounds(sampler, config, drafters, 1, noise) if drafters else None
-        made = self._subject.engine.generate(PROMPT, sampler, max_tokens=28, stop_ids=frozenset(), strategy=rounds)
+        made = self._subject.conversation.generate(
+            PROMPT, sampler, max_tokens=28, stop_ids=frozenset(), strategy=rounds
+        )
         steps = [step.token for step in made]
         if rounds is not None:
-            self.statistics = rounds.statistics
+            self.speculation = rounds.speculation
         if config.logprobs is None:
             return [(token, None) for token in steps]
         return list(zip(steps, sampler.logprobs, strict=True))
@@ -142,7 +146,7 @@ def drafts() -> Iterator[LongDrafts]:
 
 def test_long_drafts_give_the_text_and_log_probabilities_of_plain_decoding(drafts: LongDrafts) -> None:
     assert drafts.told() == drafts.told(drafters=())
-    assert len(drafts.statistics.accepted_per_position) > HEAD_ROWS
+    assert len(drafts.speculation.accepted_per_position) > HEAD_ROWS
 
 
 def test_log_probabilities_take_no_further_pass_of_the_head(drafts: LongDrafts) -> None:
@@ -163,16 +167,16 @@ def test_nothing_is_told_of_tokens_whose_round_failed(drafts: LongDrafts) -> Non
 def test_drafts_have_no_more_rows_at_once_than_planned_where_rounding_may_decide(drafts: LongDrafts) -> None:
     text = drafts.told()
     assert drafts.told(noise=1e-6) == text
-    assert (drafts.heads, len(drafts.statistics.accepted_per_position)) == (0, HEAD_ROWS - 1)
+    assert (drafts.heads, len(drafts.speculation.accepted_per_position)) == (0, HEAD_ROWS - 1)
 
 
 def test_a_text_is_scored_by_no_more_rows_of_logits_than_planned(drafts: LongDrafts) -> None:
     text = [*PROMPT, *PROMPT]
-    rows = [logits.copy() for logits in token_logits(Engine(drafts.backend, 8), text)]
+    rows = [logits.copy() for logits in token_logits(Sequence(drafts.backend.model, drafts.backend.cache, 8), text)]
     assert max(map(len, rows)) == HEAD_ROWS and drafts.heads > 0
     drafts.backend.cache.trim(0)
     alone = [
-        drafts.backend.forward(ForwardInput(*map(np.array, ([token], [at], [0])))).logits[0].copy()
+        drafts.backend.forward(Pass(*map(np.array, ([token], [at], [0])))).logits[0].copy()
         for at, token in enumerate(text)
     ]
     np.testing.assert_array_equal(np.concatenate(rows), alone)

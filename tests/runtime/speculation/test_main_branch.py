@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, main_branch_first
+from tests.alone import Alone
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
 
@@ -60,7 +61,7 @@ def test_the_main_branch_comes_first_and_the_tree_stays_the_same(draft: Draft) -
 
 
 @pytest.fixture(scope="module", params=["native", "portable"])
-def backend(request: pytest.FixtureRequest) -> Iterator[GraphBackend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Alone[Any]]:
     """A small model with a sliding window, in blocks of 128."""
     layout: Layout = request.param
     if layout == "native":
@@ -71,18 +72,18 @@ def backend(request: pytest.FixtureRequest) -> Iterator[GraphBackend]:
     backend.close()
 
 
-def feed(backend: GraphBackend, root: int, draft: Draft) -> Floats:  # (S, V)
+def feed(backend: Alone[Any], root: int, draft: Draft) -> Floats:  # (S, V)
     """One pass over root and draft."""
     start = backend.cache.length
     positions = start + np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
     tree = np.array([-1, *(parent + 1 for parent in draft.parents)])
     tokens = np.array([root, *draft.tokens])
-    return backend.forward(ForwardInput(tokens, positions, np.arange(len(tokens)), tree=tree)).logits.copy()
+    return backend.forward(Pass(tokens, positions, np.arange(len(tokens)), tree=tree)).logits.copy()
 
 
 @given(trees(), st.integers(1, PAST), st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_branch_has_the_bits_of_a_chain(backend: GraphBackend, draft: Draft, past: int, data: st.DataObject) -> None:
+def test_a_branch_has_the_bits_of_a_chain(backend: Alone[Any], draft: Draft, past: int, data: st.DataObject) -> None:
     """The main branch everywhere, any other where attention reads pages."""
     draft = main_branch_first(draft)
     branch = list(range(1 + main_branch_size(draft)))
@@ -93,13 +94,13 @@ def test_a_branch_has_the_bits_of_a_chain(backend: GraphBackend, draft: Draft, p
             node = draft.parents[node]
         branch = [0, *branch[::-1]]
     backend.cache.trim(0)
-    backend.forward(ForwardInput(TEXT[:past], np.arange(past), np.zeros(0, np.int64)))
+    backend.forward(Pass(TEXT[:past], np.arange(past), np.zeros(0, np.int64)))
     logits = feed(backend, 5, draft)[branch]
     backend.cache.keep(past, branch)
     cache = backend.cache.snapshot()
     backend.cache.trim(past)
     rows = np.arange(len(branch))
-    chain = backend.forward(ForwardInput(np.array([5, *draft.tokens])[branch], rows + past, rows)).logits
+    chain = backend.forward(Pass(np.array([5, *draft.tokens])[branch], rows + past, rows)).logits
     assert np.array_equal(logits, chain)
     plain = backend.cache.snapshot()
     pairs = zip((*cache.keys, *cache.values), (*plain.keys, *plain.values), strict=True)

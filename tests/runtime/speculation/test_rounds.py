@@ -68,7 +68,7 @@ def test_the_text_is_that_of_plain_decoding_bit_for_bit(
     plain = subject.plain(config)
     drafted = subject.decode(config, drafters)
     assert drafted.rounds is not None
-    assert drafted.rounds.statistics.drafted > 0
+    assert drafted.rounds.speculation.drafted > 0
     assert_same(drafted, plain)
 
 
@@ -77,5 +77,5 @@ def test_trees_are_exact_where_side_branches_are_not_built_on(subject: Subject, 
     plain = subject.plain(SAMPLED)
     drafted = subject.decode(SAMPLED, drafters, width=3)
     assert drafted.rounds is not None
-    assert drafted.rounds.statistics.drafted > drafted.rounds.statistics.rounds
+    assert drafted.rounds.speculation.drafted > drafted.rounds.speculation.rounds
     assert_same(drafted, plain)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from edgeinfer.core.options.reply import GenerationConfig
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
+from tests.alone import Alone
 from tests.runtime.speculation.subjects import GREEDY, PENALISED, PROMPT, SAMPLED, TOKENS, Subject, Witness, bundles
 
 
 @pytest.fixture(scope="module")
 def reference() -> Subject:
     target, drafter = bundles("8-bit-32", "portable")
-    return Subject(target, ReferenceBackend(target, 64), lambda: ReferenceBackend(drafter, 64))
+    backend = Alone(ReferenceBackend(target, 64), 64)
+    return Subject(target, backend, lambda: Alone(ReferenceBackend(drafter, 64), 64))
 
 
 @pytest.mark.parametrize("width", [2, 3])
@@ -31,7 +34,7 @@ def test_trees_give_the_text_of_plain_decoding(
     plain = reference.plain(config)
     drafted = reference.decode(config, drafters, width=width)
     assert drafted.rounds is not None
-    assert drafted.rounds.statistics.drafted > drafted.rounds.statistics.rounds
+    assert drafted.rounds.speculation.drafted > drafted.rounds.speculation.rounds
     assert drafted.tokens == plain.tokens
     # Cache rows of the accepted branch were moved together; a numpy product of other shapes differs in rounding.
     for actual, expected in zip(drafted.cache.keys, plain.cache.keys, strict=True):
@@ -46,7 +49,7 @@ def test_other_verifications_run_and_are_greedy_without_temperature(
     config = replace(GREEDY, temperature=temperature, seed=3, verification=name)
     drafted = reference.decode(config, ("model",), width=1)
     assert drafted.rounds is not None
-    assert drafted.rounds.statistics.drafted > 0
+    assert drafted.rounds.speculation.drafted > 0
     assert len(drafted.tokens) == TOKENS
     if temperature == 0:
         assert drafted.tokens == reference.plain(GREEDY).tokens
@@ -72,7 +75,7 @@ def test_forced_tokens_are_drafted_and_accepted(reference: Subject) -> None:
     assert plain.tokens[:-1] in choices
     assert drafted.tokens == plain.tokens
     assert drafted.rounds is not None
-    assert drafted.rounds.statistics.accepted == drafted.rounds.statistics.drafted >= 6
+    assert drafted.rounds.speculation.accepted == drafted.rounds.speculation.drafted >= 6
 
 
 def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None:
@@ -80,24 +83,25 @@ def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None
     drafted = reference.decode(GREEDY, ("model",), noise=1e9)
     assert drafted.rounds is not None
     # Steps for which no drafter was asked are plain already.
-    assert drafted.rounds.statistics.rechecked == drafted.rounds.statistics.recovered > 5
+    assert drafted.rounds.speculation.rechecked == drafted.rounds.speculation.recovered > 5
     assert drafted.tokens == plain.tokens
 
 
 def test_a_failed_pass_leaves_the_cache_as_it_was(reference: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference.engine.forget()
+    reference.conversation.forget()
     sampler = Witness(GREEDY, 320)
     rounds = reference.rounds(sampler, GREEDY, ("exit",), 1, 0.0)
-    steps = reference.engine.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
+    steps = reference.conversation.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     next(steps)
-    whole = reference.backend.forward
+    whole = reference.backend.model.forward
 
-    def fails(batch: ForwardInput) -> ForwardOutput:
-        if batch.hidden is not None:
+    def fails(passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
+        if passes[0][1].hidden is not None:
             raise RuntimeError("broken")
-        return whole(batch)
+        found: list[PassResult] = whole(passes)
+        return found
 
-    monkeypatch.setattr(reference.backend, "forward", fails)
+    monkeypatch.setattr(reference.backend.model, "forward", fails)
     with pytest.raises(RuntimeError, match="broken"):
         next(steps)
     monkeypatch.undo()

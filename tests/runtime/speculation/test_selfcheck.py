@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,12 +16,13 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor
 from edgeinfer.runtime.speculation import selfcheck
-from edgeinfer.runtime.speculation.selfcheck import check_exact, near_edge
+from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact, near_edge
+from tests.alone import Alone
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
 
@@ -62,8 +63,8 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
 @pytest.mark.parametrize("capacity", [2, 3, 9, 200])
 def test_exact_passes_are_found_exact(bundle: Bundle, capacity: int) -> None:
     backend = make_graph_backend(bundle, capacity)
-    backend.forward(ForwardInput(np.arange(2), np.arange(2), np.zeros(0, np.int64)))
-    check = check_exact(backend)
+    backend.forward(Pass(np.arange(2), np.arange(2), np.zeros(0, np.int64)))
+    check = check_exact(backend.model, backend.cache)
     assert (check.bit_identical, check.largest_difference, check.worst_gap, check.noise) == (True, 0, 0, 0)
     assert check.rows > 0 and backend.cache.length == 0
     backend.close()
@@ -71,7 +72,7 @@ def test_exact_passes_are_found_exact(bundle: Bundle, capacity: int) -> None:
 
 def test_unpadded_passes_are_found_out() -> None:
     backend = make_graph_backend(blocks(PORTABLE), 200, exact=False)
-    check = check_exact(backend, budget_s=0.5)
+    check = check_exact(backend.model, backend.cache, budget_s=0.5)
     assert not check.bit_identical and backend.cache.length == 0
     # 1e-7 in attention flips roundings to 8 bits, each worth up to some hundredths of a logit.
     assert 1e-7 < check.largest_difference < 1
@@ -80,11 +81,11 @@ def test_unpadded_passes_are_found_out() -> None:
     backend.close()
 
 
-class Disturbed(TrimmedCache):
+class Disturbed(KVCache):
     """Logits that follow from the token alone but for noise in wide passes; a cache that may tell of those too."""
 
     def __init__(self, bundle: Bundle, logits: float, cache: float, capacity: int = 120) -> None:
-        self._inner = ReferenceBackend(bundle, capacity)
+        self._inner = Alone(ReferenceBackend(bundle, capacity), capacity)
         self._logits, self._cache, self._wide = logits, cache, False
         self._rng = np.random.default_rng(0)
         vocabulary = self._inner.geometry.vocab_size
@@ -93,33 +94,50 @@ class Disturbed(TrimmedCache):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
+        ((_, batch),) = passes
         output = self._inner.forward(batch)
         wide = len(batch.tokens) > 2
         self._wide = self._wide or wide
         noise = self._rng.normal(size=output.logits.shape).astype(np.float32) * np.float32(self._logits if wide else 0)
-        return ForwardOutput(self._table[batch.tokens[batch.rows]] + noise, output.hidden)
+        return [PassResult(self._table[batch.tokens[batch.rows]] + noise, output.hidden)]
 
     @property
-    def cache(self) -> Disturbed:
-        return self
+    def length(self) -> int:  # type: ignore[override]
+        return int(self._inner.cache.length)
 
     @property
-    def length(self) -> int:
-        return self._inner.cache.length
-
-    @property
-    def capacity(self) -> int:
-        return self._inner.cache.capacity
+    def capacity(self) -> int:  # type: ignore[override]
+        return int(self._inner.cache.capacity)
 
     def trim(self, length: int) -> None:
         self._inner.cache.trim(length)
         self._wide = False
 
-    def snapshot(self) -> CacheSnapshot:
+    def clear(self) -> None:
+        self.trim(0)
+
+    def fork(self) -> Disturbed:
+        raise NotImplementedError
+
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        raise NotImplementedError
+
+    def rewrite(self, edit: Edit) -> None:
+        raise NotImplementedError
+
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
         found = self._inner.cache.snapshot()
         keys = tuple(key + np.float32(self._cache if self._wide else 0) for key in found.keys)
         return CopiedRows(found.length, keys, found.values)
+
+
+def checked(both: Disturbed, budget_s: float = 0.3) -> ExactCheck:
+    """The check of something that is a backend and a cache."""
+    return check_exact(cast(Any, both), both, budget_s)
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +148,14 @@ def small() -> Bundle:
 
 def test_noise_is_measured(small: Bundle) -> None:
     for size in (1e-3, 0.1):
-        check = check_exact(cast(Backend, Disturbed(small, size, 0)))
+        check = checked(Disturbed(small, size, 0))
         assert not check.bit_identical
         # Of 64 rows of 320 logits the largest disturbance is some four standard deviations.
         assert 3 * size < check.largest_difference < 6 * size
         # Half of five standard deviations of a difference of two logits, of which one or both of the passes are
         # disturbed.
         assert 2.5 * 2**0.5 * size * 0.8 < check.noise < 2.5 * 2 * size * 1.2
-    changed, cache = (check_exact(cast(Backend, Disturbed(small, *sizes))) for sizes in ((5.0, 0), (0, 1e-3)))
+    changed, cache = (checked(Disturbed(small, *sizes)) for sizes in ((5.0, 0), (0, 1e-3)))
     assert 0 < changed.worst_gap < 2 * changed.largest_difference  # the gap of a changed choice
     assert (cache.bit_identical, cache.largest_difference, cache.worst_gap) == (False, 0, 0)
 
@@ -145,7 +163,7 @@ def test_noise_is_measured(small: Bundle) -> None:
 def test_noise_is_measured_in_small_contexts_and_little_time(small: Bundle) -> None:
     for capacity in (2, 8, 20):
         backend = Disturbed(small, 0.1, 1e-6, capacity)
-        check = check_exact(cast(Backend, backend), budget_s=0)
+        check = checked(backend, budget_s=0)
         assert not check.bit_identical and backend.length == 0 and np.isfinite(check.noise)
 
 
@@ -154,7 +172,7 @@ def test_rows_are_measured_until_the_budget_is_spent(small: Bundle, clock: Clock
     rows = []
     for budget_s in (0.0, 1.25, 1e3):
         clock.step = 0.125
-        rows.append(check_exact(cast(Backend, Disturbed(small, 0.1, 0)), budget_s).rows)
+        rows.append(checked(Disturbed(small, 0.1, 0), budget_s).rows)
     assert rows == [16 + 1, 16 + 8, 16 + 64]
 
 
@@ -210,5 +228,5 @@ def test_what_promises_nothing_is_not_exact_by_chance(small: Bundle, monkeypatch
     monkeypatch.setattr(selfcheck, "_same", lambda a, b: True)
     for promised in (True, False):
         backend = Disturbed(small, 0.0, 0.0)
-        backend._inner.capabilities = replace(backend._inner.capabilities, exact=promised)
-        assert check_exact(cast(Backend, backend)).bit_identical == promised
+        backend._inner.model.capabilities = replace(backend._inner.capabilities, exact=promised)
+        assert checked(backend).bit_identical == promised

@@ -13,14 +13,14 @@ from scipy.stats import chisquare
 
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
+from edgeinfer.runtime.decoding.sequence import Passes
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
-from tests.runtime.test_engine import TableBackend
+from tests.runtime.test_sequence import TableBackend
 
 V = 4
 TOKENS = 4
@@ -47,7 +47,7 @@ class Target(TableBackend):
     geometry = TableBackend.geometry.__class__(V, 1, 1, 1, 1, 1000)
     capabilities = TableBackend.capabilities.__class__(layer_skip=False, hidden=False, tree=True)
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def _forward(self, cache: KVCache, batch: Pass) -> PassResult:
         tokens, tree = batch.tokens, batch.tree
         parents = range(-1, len(tokens) - 1) if tree is None else tree.tolist()
         paths: list[list[int]] = []
@@ -55,7 +55,7 @@ class Target(TableBackend):
             paths.append([*(self.held if parent < 0 else paths[parent]), token])
         self.cache.held += tokens.tolist()
         logits = [target_logits(paths[row]) for row in batch.rows]
-        return ForwardOutput(np.array(logits, np.float32).reshape(-1, V), None)
+        return PassResult(np.array(logits, np.float32).reshape(-1, V), None)
 
 
 class Drafter(LogitDrafter):
@@ -64,7 +64,8 @@ class Drafter(LogitDrafter):
     name = "model"
     uses_target = False
 
-    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats:
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Passes[Floats | None]:
+        yield from ()
         return drafter_logits([*context.tokens, *drafted])
 
 
@@ -73,10 +74,11 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     processor = LogitsProcessor(config, V, config.seed or 0)
     sampler = Sampler(processor, PROMPT)
     verification = config.verification
-    rounds = eager_rounds(backend, sampler, [Drafter(V)], Prices(FLAT), verification=verification, most=9, width=width)
-    steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
+    text = Text(backend, backend.cache, 4)
+    rounds = eager_rounds(text, sampler, [Drafter(V)], Prices(FLAT), verification=verification, most=9, width=width)
+    steps = text.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     tokens = tuple(step.token for step in steps)
-    assert rounds.statistics.drafted > 0
+    assert rounds.speculation.drafted > 0
     return tokens
 
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BudgetError, CapabilityError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, KVCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
@@ -34,6 +35,7 @@ from edgeinfer.runtime.tuning.search import (
     search_settings,
 )
 from edgeinfer.runtime.tuning.stopwatch import DECODE, LOAD, LOADED, PREFILL, PROMPTS, TURN, VERIFY, Times
+from tests.alone import Alone
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.runtime.speculation.drafters.models import EXPORTS, make_backend
@@ -280,9 +282,16 @@ def _plant(folder: Path, blocks: tuple[int, ...]) -> None:
     export_checkpoint(folder / "checkpoint", folder / "bundle", EXPORTS["portable"])
 
 
+Room = tuple[Backend, KVCache]
+
+
+def room(backend: Alone[Any]) -> Room:
+    return backend.model, backend.cache
+
+
 @pytest.fixture(scope="module")
-def planted() -> Backend:
-    return make_backend("portable", plant(*IDLE), 128)
+def planted() -> Room:
+    return room(make_backend("portable", plant(*IDLE), 128))
 
 
 @pytest.fixture(scope="module")
@@ -292,30 +301,30 @@ def samples() -> list[Sample]:
     return [Sample(*text) for text in texts]
 
 
-def test_blocks_that_do_nothing_are_found(planted: Backend, samples: list[Sample]) -> None:
-    found = best_skip_set(planted, samples, EVEN, evaluations=60)
+def test_blocks_that_do_nothing_are_found(planted: Room, samples: list[Sample]) -> None:
+    found = best_skip_set(*planted, samples, EVEN, evaluations=60)
     assert np.flatnonzero(~found.layer_mask).tolist() == list(IDLE)
     assert found.match_rate == 1.0
     gain = EVEN.gain(found.layer_mask, 1.0)
     assert (found.length, found.speedup) == (gain.length, gain.speedup)
     assert found.speedup > 1
     assert found.evaluations == 60
-    assert planted.cache.length == 0
-    SkipDrafter(planted, found.layer_mask)
+    assert planted[1].length == 0
+    SkipDrafter(*planted, found.layer_mask)
 
 
-def test_what_costs_nothing_is_not_worth_a_risk(planted: Backend, samples: list[Sample]) -> None:
+def test_what_costs_nothing_is_not_worth_a_risk(planted: Room, samples: list[Sample]) -> None:
     """Only the MLP of layer 1 is worth skipping where it alone costs something."""
     costs = BlockCosts(1.0, tuple(8.0 if block == 3 else 0.0 for block in range(10)), (9.0,) * 9)
-    found = best_skip_set(planted, samples, costs, evaluations=60)
+    found = best_skip_set(*planted, samples, costs, evaluations=60)
     assert not found.layer_mask[3]
     assert found.match_rate == 1.0
 
 
-def test_groups_of_layers_are_skipped_together(planted: Backend, samples: list[Sample]) -> None:
+def test_groups_of_layers_are_skipped_together(planted: Room, samples: list[Sample]) -> None:
     calls: list[tuple[int, int]] = []
     found = best_skip_set(
-        planted, samples, EVEN, granularity=2, evaluations=200, progress=lambda *done: calls.append(done)
+        *planted, samples, EVEN, granularity=2, evaluations=200, progress=lambda *done: calls.append(done)
     )
     pairs = found.layer_mask.reshape(LAYERS, 2)
     assert (pairs[0] == pairs[1]).all()
@@ -323,34 +332,34 @@ def test_groups_of_layers_are_skipped_together(planted: Backend, samples: list[S
     # Six units have no more than 63 sets, so every one was scored.
     assert calls == [(done, 63) for done in range(1, 64)]
     assert found.evaluations == 63
-    everything = best_skip_set(planted, samples, EVEN, granularity=2, evaluations=63, seed=9)
+    everything = best_skip_set(*planted, samples, EVEN, granularity=2, evaluations=63, seed=9)
     assert everything.speedup == found.speedup
 
 
 def test_the_exit_before_idle_layers_is_found(samples: list[Sample]) -> None:
-    target = make_backend("portable", plant(6, 7, 8, 9), 128)
-    found = best_exit(target, samples, EVEN)
+    target = room(make_backend("portable", plant(6, 7, 8, 9), 128))
+    found = best_exit(*target, samples, EVEN)
     assert found.layers == 3
     assert found.layer_mask.tolist() == [True] * 6 + [False] * 4
     assert found.match_rate == 1.0
     assert found.evaluations == LAYERS - 1
     assert found.speedup == EVEN.exit_gain(3, 1.0).speedup
-    assert target.cache.length == 0
-    pairs = best_exit(target, samples, EVEN, granularity=2)
+    assert target[1].length == 0
+    pairs = best_exit(*target, samples, EVEN, granularity=2)
     assert (pairs.layers, pairs.evaluations) == (4, 2)
     for granularity in (0, LAYERS):
         with pytest.raises(UsageError, match=rf"no exit after every {granularity} .* from 1 to 4"):
-            best_exit(target, samples, EVEN, granularity=granularity)
+            best_exit(*target, samples, EVEN, granularity=granularity)
 
 
-def test_a_search_that_cannot_be_made_is_refused(planted: Backend, samples: list[Sample]) -> None:
+def test_a_search_that_cannot_be_made_is_refused(planted: Room, samples: list[Sample]) -> None:
     for nothing in ([], [Sample((), (1,))], [Sample((1,), ())]):
         with pytest.raises(UsageError, match="no text"):
-            best_skip_set(planted, nothing, EVEN)
+            best_skip_set(*planted, nothing, EVEN)
     with pytest.raises(UsageError, match="granularity"):
-        best_skip_set(planted, samples, EVEN, granularity=0)
-    backend = ReferenceBackend(plant(), 128)
-    backend.capabilities = Capabilities(layer_skip=False, hidden=True, tree=True)
+        best_skip_set(*planted, samples, EVEN, granularity=0)
+    backend = Alone(ReferenceBackend(plant(), 128), 128)
+    backend.model.capabilities = Capabilities(layer_skip=False, hidden=True, tree=True)
     for search in (best_skip_set, best_exit):
         with pytest.raises(CapabilityError, match="cannot skip layers"):
-            search(backend, samples, EVEN)
+            search(*room(backend), samples, EVEN)

@@ -11,6 +11,7 @@ import pytest
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
+from tests.alone import Alone
 from tests.runtime.backends.llamacpp.models import Shape, quantized, write_gguf
 
 CAPACITY = 48
@@ -34,10 +35,12 @@ def gguf_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundl
 @pytest.fixture
 def make_backend(gguf_bundle: Callable[..., Bundle]) -> Any:
     """Makes backends that are closed after the test."""
-    made: list[LlamaCppBackend] = []
+    made: list[Alone[LlamaCppBackend]] = []
 
-    def make(shape: Shape = SHAPE, capacity: int = CAPACITY, file_type: int = 0, **options: Any) -> LlamaCppBackend:
-        made.append(LlamaCppBackend(gguf_bundle(shape, file_type=file_type), capacity, **options))
+    def make(
+        shape: Shape = SHAPE, capacity: int = CAPACITY, file_type: int = 0, **options: Any
+    ) -> Alone[LlamaCppBackend]:
+        made.append(Alone(LlamaCppBackend(gguf_bundle(shape, file_type=file_type), capacity, **options), capacity))
         return made[-1]
 
     yield make
@@ -66,10 +69,14 @@ def bundles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def make_family(request: pytest.FixtureRequest, bundles: Callable[[str], Bundle]) -> Iterator[Any]:
     """Makes backends of these bundles, of the module's CAPACITY and DRAFTED rows, that are closed after the test."""
-    module, made = request.module, list[LlamaCppBackend]()
+    module, made = request.module, list[Alone[LlamaCppBackend]]()
 
-    def make(name: str, kv: str = "float32") -> LlamaCppBackend:
-        made.append(LlamaCppBackend(bundles(name), module.CAPACITY, kv=kv, draft_rows=module.DRAFTED + 1))
+    def make(name: str, kv: str = "float32") -> Alone[LlamaCppBackend]:
+        made.append(
+            Alone(
+                LlamaCppBackend(bundles(name), module.CAPACITY, kv=kv, draft_rows=module.DRAFTED + 1), module.CAPACITY
+            )
+        )
         return made[-1]
 
     yield make

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import AdapterError
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
+from tests.alone import Alone
 from tests.runtime.backends.llamacpp.models import Shape, write_gguf
 
 pytestmark = pytest.mark.gguf
@@ -54,23 +55,23 @@ def merged(path: Path, added: dict[str, NDArray[np.float32]]) -> Path:
     return path
 
 
-def logits_of(backend: LlamaCppBackend) -> NDArray[np.float32]:
+def logits_of(backend: Alone[LlamaCppBackend]) -> NDArray[np.float32]:
     backend.cache.clear()
     places = np.arange(len(TOKENS))
-    return backend.forward(ForwardInput(TOKENS, places, places)).logits.copy()
+    return backend.forward(Pass(TOKENS, places, places)).logits.copy()
 
 
 def test_logits_equal_the_merged_models(tmp_path: Path) -> None:
     added = {name: write_adapter(tmp_path / f"{name}.gguf", seed) for seed, name in enumerate(("a", "b"))}
     base = open_bundle(write_gguf(tmp_path / "base.gguf", Shape()))
     paths = {name: str(tmp_path / f"{name}.gguf") for name in added}
-    backend = LlamaCppBackend(base, 64, adapters=paths)
+    backend = Alone(LlamaCppBackend(base, 64, adapters=paths), 64)
     plain = logits_of(backend)
     for name in ("a", "b", "a"):
         backend.use_adapter(name)
         found = logits_of(backend)
         path = merged(write_gguf(tmp_path / "merged.gguf", Shape()), added[name])
-        whole = LlamaCppBackend(open_bundle(path), 64)
+        whole = Alone(LlamaCppBackend(open_bundle(path), 64), 64)
         assert np.abs(found - logits_of(whole)).max() < 1e-4
         assert np.abs(found - plain).max() > 0.01
         whole.close()
@@ -78,7 +79,7 @@ def test_logits_equal_the_merged_models(tmp_path: Path) -> None:
     assert logits_of(backend).tobytes() == plain.tobytes()
     backend.close()
     with pytest.raises(AdapterError, match=r"convert_lora_to_gguf|no GGUF file") as caught:
-        LlamaCppBackend(base, 64, adapters={"a": str(tmp_path)})
+        Alone(LlamaCppBackend(base, 64, adapters={"a": str(tmp_path)}), 64)
     assert "convert_lora_to_gguf" in caught.value.hint
     with pytest.raises(AdapterError, match="does not take"):
-        LlamaCppBackend(base, 64, adapters={"a": str(tmp_path / "base.gguf")})
+        Alone(LlamaCppBackend(base, 64, adapters={"a": str(tmp_path / "base.gguf")}), 64)

@@ -15,12 +15,13 @@ from edgeinfer.bundle.gguf.library import listening
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.llamacpp import memory
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from edgeinfer.runtime.backends.llamacpp.context import RowSteps
 from edgeinfer.runtime.backends.llamacpp.factory import GgufMemory, LlamaCppFactory
 from edgeinfer.runtime.planning.facts import Configuration
+from tests.alone import Alone
 from tests.runtime.backends.llamacpp.conftest import Q4_0, Q8_0
 from tests.runtime.backends.llamacpp.models import Shape, quantized, realigned, write_gguf
 
@@ -37,7 +38,7 @@ def allocated(bundle: Bundle, **options: Any) -> dict[str, float]:
     """MiB of the buffers that llama.cpp names while a backend is made."""
     lines: list[str] = []
     with listening(lines.append):
-        LlamaCppBackend(bundle, 256, **options).close()
+        Alone(LlamaCppBackend(bundle, 256, **options), 256).close()
     found = re.findall(r"(\S+) +(model|KV|compute|output) +buffer size = +([\d.]+) MiB", "".join(lines))
     return {f"{kind} {what}": float(size) for kind, what, size in found}
 
@@ -69,8 +70,8 @@ def test_what_cannot_be_mapped_is_copied(tmp_path: Path, alignment: int, file_ty
     held = sum(size for name, size in found.items() if name.endswith("model"))
     plan = GgufMemory(bundle).weights(Configuration(256, 64, "float16", "packed", 0, (), 0, "model"))
     assert plan.anonymous["weights_packed"] / MIB == pytest.approx(held, abs=0.03) and not plan.file["weights_mapped"]
-    one, other = LlamaCppBackend(usual, 64, threads=1), LlamaCppBackend(bundle, 64, threads=1)
-    given = ForwardInput(np.arange(9), np.arange(9), np.arange(9))
+    one, other = Alone(LlamaCppBackend(usual, 64, threads=1), 64), Alone(LlamaCppBackend(bundle, 64, threads=1), 64)
+    given = Pass(np.arange(9), np.arange(9), np.arange(9))
     assert np.array_equal(one.forward(given).logits, other.forward(given).logits)
     one.close()
     other.close()
@@ -81,7 +82,7 @@ def test_what_cannot_be_mapped_is_copied(tmp_path: Path, alignment: int, file_ty
 def test_buffers_are_as_large_as_said(gguf_bundle: Make, shape: Shape, kv: str) -> None:
     bundle = gguf_bundle(shape)
     for capacity, chunk, rows in ((40, 16, 9), (700, 64, 4), (1500, 128, 16)):
-        backend = LlamaCppBackend(bundle, capacity, kv=kv, chunk=chunk, draft_rows=rows)
+        backend = Alone(LlamaCppBackend(bundle, capacity, kv=kv, chunk=chunk, draft_rows=rows), capacity)
         sizes = backend.nbytes()
         backend.close()
         assert memory.kv_bytes(bundle.gguf, kv, capacity) == pytest.approx(sizes["kv"], abs=0.02 * MIB)

@@ -14,6 +14,7 @@ import edgeinfer
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import PassCancelledError
+from tests.alone import Alone, restore
 from tests.export.gguf_cases import CONVS, DELTA, FALCON, GRANITE, LATENT, MAMBA, MIXED, NEMOTRON, ROUTED, SCAN, TIED
 from tests.speculation import load_eager
 from tests.tables import each_row
@@ -23,8 +24,7 @@ pytest.importorskip("gguf", reason="the gguf package is not installed")
 
 import pytest
 
-from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from edgeinfer.runtime.backends.llamacpp.memory import kv_bytes, state_bytes
 from tests.export.gguf_cases import GEMMA, GEMMA3N, GEMMA4, OSS, SHARED_CACHES, TRINITY, layers
@@ -46,7 +46,7 @@ LATENT_ALONE = {"DeepseekV2": LATENT | ROUTED | {"topk_method": "greedy"}}
 FAMILIES = {name: (name, settings) for name, settings in (ALL | LATENT_ALONE).items()}
 TEXT = np.random.default_rng(1).integers(2, 300, 40)
 CAPACITY, DRAFTED, NEAR = 64, 6, 1e-4
-Make = Callable[..., LlamaCppBackend]
+Make = Callable[..., Alone[LlamaCppBackend]]
 PROMPT = "Once upon a time there was a little dog."
 
 
@@ -77,15 +77,15 @@ def test_a_text_goes_back_to_its_mark_and_to_held_states(name: str, make_family:
     feed(backend, TEXT[:9])
     cache.mark()
     feed(backend, [7] * 12)
-    assert (cache.marked, cache.resumable(21), cache.resumable(10)) == (9, 21, 9)
-    cache.trim(cache.resumable(10))
+    assert (cache.marked, cache.rewindable_to(21), cache.rewindable_to(10)) == (9, 21, 9)
+    cache.trim(cache.rewindable_to(10))
     assert close(feed(backend, TEXT[9:20]), whole[9:20], NEAR)
     if name in FORWARD:
         cache.hold(24)
         # The pass is divided there, though it ends behind.
         assert close(feed(backend, TEXT[20:30]), whole[20:30], NEAR)
         feed(backend, [7])
-        cache.trim(cache.resumable(26))
+        cache.trim(cache.rewindable_to(26))
         assert cache.length == 24
     rest = feed(backend, TEXT[cache.length :])
     assert close(rest, whole[len(whole) - len(rest) :], NEAR)
@@ -94,11 +94,11 @@ def test_a_text_goes_back_to_its_mark_and_to_held_states(name: str, make_family:
 def test_where_no_state_is_nothing_is_cut_or_evaluated(make_family: Make) -> None:
     backend = make_family("Mamba2")
     feed(backend, TEXT[:9])
-    assert backend.cache.resumable(5) == 0
+    assert backend.cache.rewindable_to(5) == 0
     with pytest.raises(BackendError, match="cannot go back to 5 tokens"):
         backend.cache.trim(5)
     with pytest.raises(CapabilityError, match="cannot forget tokens"):
-        backend.cache.rewrite(lambda _, keys, values: (keys, values))
+        backend.cache.drop(1, 2)
     assert not backend.capabilities.tree
 
 
@@ -111,7 +111,7 @@ def test_copies_of_rows_and_states_give_the_same_bits(name: str, kv: str, make_f
     feed(backend, [*TEXT[9:20], *([7] * 3 if name in BACK else [])])
     backend.cache.trim(20)  # which llama.cpp is given when it must
     parts = [backend.cache.snapshot(*ends) for ends in ((0, 5), (5, 9), (9, 20))]
-    assert [part.resumable(part.length) for part in parts] == [0, 4, 11]
+    assert [part.rewindable_to(part.length) for part in parts] == [0, 4, 11]
     expected = feed(backend, TEXT[20:])
     for part in parts:
         other.cache.append(part)
@@ -138,17 +138,14 @@ def test_copies_without_their_state_are_not_gone_on_from(make_family: Make) -> N
     feed(backend, TEXT[:9])
     rows = backend.cache.snapshot()
     with pytest.raises(BackendError, match="another model"):
-        other.cache.restore(rows)
-    backend.cache.restore(rows.part(0, 5))
+        restore(other.cache, rows)
+    restore(backend.cache, rows.part(0, 5))
     with pytest.raises(BackendError, match="is not there after 5 tokens"):
         feed(backend, TEXT[5:6])
-    assert backend.cache.resumable(5) == 0
-    assert rows.state is not None
-    for state in (rows.state[:8], np.roll(rows.state, 4)):
-        with pytest.raises(BackendError, match="state of recurrent layers"):
-            backend.cache.restore(dataclasses.replace(rows, state=state))
+    assert backend.cache.rewindable_to(5) == 0
+    (blob,) = rows.blobs
     with pytest.raises(BackendError, match="refuses the copied cache"):
-        backend.cache.restore(dataclasses.replace(rows, state=rows.state[:-4]))
+        restore(backend.cache, dataclasses.replace(rows, blobs=[blob._replace(data=blob.data[:-4])]))
     backend.cache.clear()
     feed(backend, TEXT[:9])
 
@@ -165,7 +162,7 @@ def test_a_cancelled_pass_leaves_the_mark(make_family: Make, monkeypatch: pytest
     monkeypatch.undo()
     with pytest.raises(BackendError, match="is not there after 9 tokens"):
         feed(backend, TEXT[9:12])
-    backend.cache.trim(backend.cache.resumable(9))
+    backend.cache.trim(backend.cache.rewindable_to(9))
     assert close(feed(backend, TEXT[9:]), whole[9:], NEAR)
 
 
@@ -279,30 +276,20 @@ def test_copies_give_the_same_bits(name: str, make_family: Make) -> None:
 def test_copies_of_other_types_come_back(kv: str, make_family: Make) -> None:
     backend, other = make_family("gemma2", kv), make_family("gemma2", kv)
     feed(backend, TEXT[:24], [])
-    other.cache.restore(backend.cache.snapshot())
+    restore(other.cache, backend.cache.snapshot())
     assert np.array_equal(feed(other, TEXT[24:30]), feed(backend, TEXT[24:30]))
-    seen: list[tuple[int, int]] = []
-
-    def look(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
-        seen.append((layer, keys.shape[1]))
-        return keys, values
-
-    # An edit knows its layer, so the layers must differ.
-    other.cache.rewrite(look)
-    assert seen == [(layer, 30) for layer in range(3)]
-    assert close(feed(other, TEXT[30:33]), feed(backend, TEXT[30:33]), 0.02)
 
 
 def test_copies_after_a_tree_and_a_full_cache(make_family: Make) -> None:
     backend, straight = make_family("gemma2"), make_family("gemma2")
     feed(backend, TEXT[:20], [])
-    backend.forward(ForwardInput(TEXT[20:24], np.array([20, 21, 21, 22]), np.arange(1), tree=np.array([-1, 0, 0, 2])))
+    backend.forward(Pass(TEXT[20:24], np.array([20, 21, 21, 22]), np.arange(1), tree=np.array([-1, 0, 0, 2])))
     backend.cache.keep(20, [0, 2, 3])
     text = [*TEXT[:21], *TEXT[22:24], *TEXT]
     feed(backend, text[23:CAPACITY], [])
     copied = backend.cache.snapshot()
     assert copied.length == len(text)
-    straight.cache.restore(copied.part(0, 50))
+    restore(straight.cache, copied.part(0, 50))
     backend.cache.trim(50)
     # Cells lie in another order there, in which scores are summed.
     assert close(feed(straight, text[50:]), feed(backend, text[50:]), 1e-4)
@@ -312,7 +299,4 @@ def test_what_is_no_copy_of_such_a_cache_is_refused(make_family: Make) -> None:
     backend, other = make_family("gemma2"), make_family("gemma4")
     feed(backend, TEXT[:24], [])
     with pytest.raises(BackendError, match="another model"):
-        other.cache.restore(backend.cache.snapshot())
-    # What llama.cpp gives at once lacks the rows that the window hides.
-    with pytest.raises(CapabilityError, match="do not save its sessions"):
-        backend.cache._codec.decode(backend._context.state(0), 0, 24)
+        restore(other.cache, backend.cache.snapshot())

@@ -18,12 +18,14 @@ from edgeinfer.core.options.load import MERGING, OVERFLOWS
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.nn import arithmetic
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.merge import Observer, attention
+from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift, planned_bytes
+from tests.alone import Alone
 from tests.factories import make_bigram_bundle
 from tests.runtime.models import bundle_of, make_graph_backend
 
@@ -39,7 +41,7 @@ def test_observes_the_attention_of_a_pass(family: Family, monkeypatch: pytest.Mo
     assert spec is not None
     if spec.window_size:
         pytest.skip("policies that observe refuse layers with windows")
-    backend = ReferenceBackend(family.bundle, 40)
+    backend = Alone(ReferenceBackend(family.bundle, 40), 40)
     seen: list[Floats] = []
     whole = arithmetic.softmax
 
@@ -48,11 +50,11 @@ def test_observes_the_attention_of_a_pass(family: Family, monkeypatch: pytest.Mo
         return seen[-1]
 
     monkeypatch.setattr(arithmetic, "softmax", watched)
-    backend.forward(ForwardInput(TOKENS, np.arange(40), np.zeros(0, np.int64)))
+    backend.forward(Pass(TOKENS, np.arange(40), np.zeros(0, np.int64)))
     shown = [weights[:, :, -LATEST:] for weights in seen]  # L x (H, g, w, n)
     monkeypatch.undo()
     before = backend.cache.snapshot()
-    queries = Observer(family.bundle, backend).queries(TOKENS[-LATEST:].tolist())
+    queries = Observer(family.bundle, backend.model, backend.cache).queries(TOKENS[-LATEST:].tolist())
     for query, keys, weights in zip(queries, before.keys, shown, strict=True):
         may_see = np.minimum(40 - np.arange(40), LATEST)
         expected = weights.sum(axis=(1, 2)) / (weights.shape[1] * may_see)
@@ -61,6 +63,10 @@ def test_observes_the_attention_of_a_pass(family: Family, monkeypatch: pytest.Mo
     assert after.length == before.length
     for mine, theirs in zip((*after.keys, *after.values), (*before.keys, *before.values), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+def shift_of(name: str, bundle: Bundle, backend: Backend, capacity: int) -> ContextShiftPolicy | None:
+    return make_context_shift(name, bundle, backend, backend.new_sequence(capacity))
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +82,10 @@ def test_looking_leaves_every_bit_of_the_cache(quantized: Bundle) -> None:
     backend = make_graph_backend(bundle, 40)
     # In several passes, as a text comes.
     for start, stop in ((0, 13), (13, 14), (14, 40)):
-        backend.forward(ForwardInput(TOKENS[start:stop], np.arange(start, stop), np.zeros(0, np.int64)))
+        backend.forward(Pass(TOKENS[start:stop], np.arange(start, stop), np.zeros(0, np.int64)))
     before = backend.cache.snapshot()
     for size in (2, 7, 16):
-        Observer(bundle, backend).queries(TOKENS[-size:].tolist())
+        Observer(bundle, backend.model, backend.cache).queries(TOKENS[-size:].tolist())
         after = backend.cache.snapshot()
         assert after.length == before.length == 40
         pairs = zip((*after.keys, *after.values), (*before.keys, *before.values), strict=True)
@@ -92,13 +98,13 @@ def test_looking_leaves_every_bit_of_the_cache(quantized: Bundle) -> None:
 def test_an_overflow_takes_no_more_than_planned(quantized: Bundle, name: str, capacity: int) -> None:
     bundle = quantized
     backend = make_graph_backend(bundle, capacity)
-    policy = make_context_shift(name, bundle, backend)
+    policy = make_context_shift(name, bundle, backend.model, backend.cache)
     assert policy is not None
     tokens = np.arange(capacity) % 320
     peaks = []
     for _ in range(3):
         start = backend.cache.length
-        backend.forward(ForwardInput(tokens[start:], np.arange(start, capacity), np.zeros(0, np.int64)))
+        backend.forward(Pass(tokens[start:], np.arange(start, capacity), np.zeros(0, np.int64)))
         tracemalloc.start()
         policy.make_room(tokens.tolist())
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -115,14 +121,14 @@ def test_merged_rows_weigh_as_much_as_their_tokens(quantized: Bundle) -> None:
     bundle, capacity = quantized, 100
     backend = make_graph_backend(bundle, capacity, weighed=True)
     assert isinstance(backend.cache, PagedCache)
-    policy = make_context_shift("cluster", bundle, backend)
+    policy = make_context_shift("cluster", bundle, backend.model, backend.cache)
     assert policy is not None
     tokens, (group,) = np.arange(300) * 37 % 320, backend.cache.pool.layout.groups
     fed = 0
     while fed < 290:
         start = backend.cache.length
         rows = capacity - start
-        backend.forward(ForwardInput(tokens[fed : fed + rows], np.arange(start, capacity), np.zeros(0, np.int64)))
+        backend.forward(Pass(tokens[fed : fed + rows], np.arange(start, capacity), np.zeros(0, np.int64)))
         fed += rows
         policy.make_room(tokens[:fed].tolist())
         pages = backend.cache.pool.memory.reshape(-1, backend.cache.pool.layout.page_bytes)
@@ -130,7 +136,7 @@ def test_merged_rows_weigh_as_much_as_their_tokens(quantized: Bundle) -> None:
         lying = np.concatenate(list(weights), axis=-1)[..., : backend.cache.length]
         np.testing.assert_allclose(np.exp(lying).sum(axis=-1), fed, rtol=1e-5)
     backend.cache.trim(0)
-    backend.forward(ForwardInput(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
+    backend.forward(Pass(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
     assert not group.weights(pages)[backend.cache.table[0], ..., :40].any()
     backend.close()
 
@@ -142,14 +148,14 @@ def test_one_policy_for_each_name() -> None:
 
 def test_refuses_unsuitable_models(make_family: Callable[..., Family], tmp_path: Path) -> None:
     full, windowed = make_family("llama"), make_family("mistral")
-    assert make_context_shift("stop", full.bundle, ReferenceBackend(full.bundle, 8)) is None
+    assert shift_of("stop", full.bundle, ReferenceBackend(full.bundle, 8), 8) is None
     with pytest.raises(UsageError, match="context of at least 32 tokens, not 8"):
-        make_context_shift("window", full.bundle, ReferenceBackend(full.bundle, 8))
-    backend = ReferenceBackend(windowed.bundle, 40)
-    assert make_context_shift("window", windowed.bundle, backend) is not None
+        shift_of("window", full.bundle, ReferenceBackend(full.bundle, 8), 8)
+    backend = Alone(ReferenceBackend(windowed.bundle, 40), 40)
+    assert make_context_shift("window", windowed.bundle, backend.model, backend.cache) is not None
     for name in ("merge", "cluster"):
         with pytest.raises(UsageError, match="last 6 tokens"):
-            make_context_shift(name, windowed.bundle, backend)
+            make_context_shift(name, windowed.bundle, backend.model, backend.cache)
     decoder = full.bundle.manifest.decoder
     assert decoder is not None
     for part, refused in (("norm_after_rope", list(POLICIES)), ("sinks", ["merge"])):
@@ -158,18 +164,18 @@ def test_refuses_unsuitable_models(make_family: Callable[..., Family], tmp_path:
         bundle = dataclasses.replace(full.bundle, manifest=dataclasses.replace(full.bundle.manifest, decoder=odd))
         for name in refused:
             with pytest.raises(UsageError, match=f"has {part}=True, which overflow"):
-                make_context_shift(name, bundle, ReferenceBackend(full.bundle, 40))
+                shift_of(name, bundle, ReferenceBackend(full.bundle, 40), 40)
     opaque = open_bundle(make_bigram_bundle(tmp_path / "bigrams"))
     for name in POLICIES:
         with pytest.raises(UsageError, match="does not describe"):
-            make_context_shift(name, opaque, ConcatBackend(opaque, 40))
+            shift_of(name, opaque, ConcatBackend(opaque, 40), 40)
     assert planned_bytes("merge", None, 100) == planned_bytes("stop", full.bundle.manifest.decoder, 100) == 0
 
 
 def test_observing_needs_single_layers(make_family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch) -> None:
     family = make_family("llama")
-    backend = ReferenceBackend(family.bundle, 40)
-    monkeypatch.setattr(backend, "capabilities", type(backend.capabilities)(False, True, True))
-    assert make_context_shift("cluster", family.bundle, backend) is not None
+    backend = Alone(ReferenceBackend(family.bundle, 40), 40)
+    monkeypatch.setattr(backend.model, "capabilities", type(backend.capabilities)(False, True, True))
+    assert make_context_shift("cluster", family.bundle, backend.model, backend.cache) is not None
     with pytest.raises(UsageError, match="single layers"):
-        make_context_shift("merge", family.bundle, backend)
+        make_context_shift("merge", family.bundle, backend.model, backend.cache)

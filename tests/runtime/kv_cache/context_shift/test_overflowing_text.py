@@ -15,16 +15,16 @@ from edgeinfer.core.options.load import MERGING
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassCancelledError, PassResult
+from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.sampling.distributions import Logits
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
+from tests.alone import Alone
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
 from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
@@ -63,8 +63,9 @@ class Writer:
 
     def __init__(self, bundle: Bundle, policy: str, capacity: int = CAPACITY, chunk: int = 8) -> None:
         self.bundle = bundle
-        self.backend: Backend = make_graph_backend(bundle, capacity, weighed=policy in MERGING)
-        self.engine = Engine(self.backend, chunk, make_context_shift(policy, bundle, self.backend))
+        self.backend: Alone[Any] = make_graph_backend(bundle, capacity, weighed=policy in MERGING)
+        shift = make_context_shift(policy, bundle, self.backend.model, self.backend.cache)
+        self.engine = Text(self.backend.model, self.backend.cache, chunk, shift)
 
     def write(
         self, prompt: Sequence[int], config: GenerationConfig, count: int, drafters: Sequence[str] = ()
@@ -77,11 +78,12 @@ class Writer:
 
     def _rounds(self, sampler: Witness, config: GenerationConfig, names: Sequence[str]) -> SpeculativeDecoding:
         small = make_graph_backend(self.bundle, self.backend.cache.capacity) if "model" in names else None
-        parts = DrafterParts(self.backend, small, 8, TunedDrafting())
+        draft, cache = (None, None) if small is None else (small.model, small.cache)
+        parts = DrafterParts(self.backend.model, self.backend.cache, draft, cache, 8, TunedDrafting())
         if not self.backend.capabilities.high_planes:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
         made = [drafter_method(name).make(parts) for name in names]
-        return eager_rounds(self.backend, sampler, made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}))
+        return eager_rounds(self.engine, sampler, made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}))
 
 
 @pytest.fixture(scope="module", params=[("8-bit", "native"), ("4-bit", "portable")], ids="-".join)
@@ -127,7 +129,7 @@ def test_drafting_gives_the_text_of_plain_decoding_bit_for_bit(
     drafted = subject.write(prompt, config, 70, drafters)
     assert subject.engine.lost.events >= 3
     assert drafted[2] is not None
-    assert drafted[2].statistics.drafted > 10
+    assert drafted[2].speculation.drafted > 10
     assert_same(drafted, plain)
 
 
@@ -166,16 +168,18 @@ def test_what_came_before_never_changes_a_reply(writer: Callable[..., Writer], d
 def test_cancelling_while_attention_is_observed(writer: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = writer("merge").write(CYCLE, SAMPLED, 60)[0]
     subject = writer("merge")
-    whole, runs = subject.backend.forward, []
+    runs: list[int] = []
+    whole: Any = subject.backend.model.forward
 
-    def cancels(batch: ForwardInput) -> ForwardOutput:
-        if batch.layer_mask is not None:
+    def cancels(passes: Sequence[tuple[KVCache, Pass]]) -> list[PassResult]:
+        if passes[0][1].layer_mask is not None:
             runs.append(1)
             if len(runs) == 3:
                 raise PassCancelledError("cancelled")
-        return whole(batch)
+        found: list[PassResult] = whole(passes)
+        return found
 
-    monkeypatch.setattr(subject.backend, "forward", cancels)
+    monkeypatch.setattr(subject.backend.model, "forward", cancels)
     reply = subject.write(CYCLE, SAMPLED, 60)[0]
     monkeypatch.undo()
     assert reply == expected[: len(reply)]

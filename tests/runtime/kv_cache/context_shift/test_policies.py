@@ -16,7 +16,7 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.results import Overflow
 from edgeinfer.nn.arithmetic import rope_tables, rotate
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterOptions, ClusterPolicy
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergeOptions, MergePolicy
@@ -29,6 +29,7 @@ from edgeinfer.runtime.kv_cache.context_shift.policy import (
     context_shift_summary,
 )
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
+from tests.alone import Alone
 from tests.tables import each_row
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def raw_keys(count: int) -> Floats:  # (L, H, count, h)
 
 
 class Store:
-    """The part of `contract.Backend` that policies use. Element 0 of a value is its token's place in the text."""
+    """The part of a cache and of its backend that policies use. Element 0 of a value is its place in the text."""
 
     name = "store"
     geometry = SPEC.geometry
@@ -67,14 +68,11 @@ class Store:
     def __init__(self, capacity: int, text: int) -> None:
         self.capacity = capacity
         self.length = 0
+        self.editable = True
         self._raw = raw_keys(text)
         self._tables = rope_tables(SPEC.rope, capacity, capacity)
         shape = (SPEC.num_layers, SPEC.num_kv_heads, 0, HEAD)
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-
-    @property
-    def cache(self) -> Store:
-        return self
 
     def feed(self, place: int) -> None:
         """One more token of the text, by its place there."""
@@ -125,7 +123,7 @@ def fill(store: Store, policy: ContextShiftPolicy, count: int) -> Lost:
 def merge_policy(store: Store, **options: Any) -> MergePolicy:
     """One that observes random attention, a function of the cache's length alone."""
     bundle = SimpleNamespace(manifest=SimpleNamespace(decoder=SPEC, tensors=()))
-    policy = MergePolicy(bundle, store, MergeOptions(**options))  # type: ignore[arg-type]
+    policy = MergePolicy(bundle, store, store, MergeOptions(**options))  # type: ignore[arg-type]
 
     def queries(tokens: Any) -> list[Floats]:
         chance = np.random.default_rng(len(tokens))
@@ -307,10 +305,10 @@ def test_first_layers_keys_after_an_overflow_equal_the_remaining_texts(family: F
     assert spec is not None
     tokens = (np.arange(40) * 37 + 11) % spec.vocab_size
     left = np.concatenate([tokens[:4], tokens[14:]])
-    backend, fresh = ReferenceBackend(family.bundle, 40), ReferenceBackend(family.bundle, 40)
-    backend.forward(ForwardInput(tokens, np.arange(40), np.zeros(0, np.int64)))
-    fresh.forward(ForwardInput(left, np.arange(30), np.zeros(0, np.int64)))
-    removed = WindowPolicy(spec, backend, sinks=4, freed=0.25).make_room(tokens.tolist())
+    backend, fresh = Alone(ReferenceBackend(family.bundle, 40), 40), Alone(ReferenceBackend(family.bundle, 40), 40)
+    backend.forward(Pass(tokens, np.arange(40), np.zeros(0, np.int64)))
+    fresh.forward(Pass(left, np.arange(30), np.zeros(0, np.int64)))
+    removed = WindowPolicy(spec, backend.cache, sinks=4, freed=0.25).make_room(tokens.tolist())
     assert (removed.rows, removed.merged, backend.cache.length) == (10, 0, 30)
     actual, expected = backend.cache.snapshot(), fresh.cache.snapshot()
     np.testing.assert_allclose(actual.keys[0], expected.keys[0], atol=1e-5)
@@ -324,9 +322,9 @@ def test_a_window_that_outlasts_the_models_own_loses_nothing(make_family: Callab
     assert spec is not None
     assert set(spec.windows) == {6}
     tokens = (np.arange(60) * 37 + 11) % spec.vocab_size
-    backend, whole = ReferenceBackend(family.bundle, 40), ReferenceBackend(family.bundle, 60)
-    expected = whole.forward(ForwardInput(tokens, np.arange(60), np.arange(60))).logits[40:]
-    backend.forward(ForwardInput(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
-    WindowPolicy(spec, backend, freed=0.5).make_room(tokens[:40].tolist())
-    actual = backend.forward(ForwardInput(tokens[40:], np.arange(20, 40), np.arange(20))).logits
+    backend, whole = Alone(ReferenceBackend(family.bundle, 40), 40), Alone(ReferenceBackend(family.bundle, 60), 60)
+    expected = whole.forward(Pass(tokens, np.arange(60), np.arange(60))).logits[40:]
+    backend.forward(Pass(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
+    WindowPolicy(spec, backend.cache, freed=0.5).make_room(tokens[:40].tolist())
+    actual = backend.forward(Pass(tokens[40:], np.arange(20, 40), np.arange(20))).logits
     np.testing.assert_allclose(actual, expected, atol=2e-4)

@@ -13,8 +13,9 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, KVCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.drafters.contract import (
     Draft,
     DraftContext,
@@ -25,8 +26,10 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     Round,
     Verdict,
 )
+from tests.alone import Alone
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, feed, make_graph_backend
+from tests.runtime.speculation.drafters.rounds import guesses_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -47,10 +50,10 @@ def export(kind: str, arch: str = "qwen2", **settings: Any) -> Bundle:
     return bundle_of(arch, EXPORTS[kind], **(SIZES | settings))
 
 
-def make_backend(kind: str, bundle: Bundle, capacity: int = 64) -> Backend:
+def make_backend(kind: str, bundle: Bundle, capacity: int = 64) -> Alone[Any]:
     """One of BACKENDS; skips the test where it cannot run."""
     if kind == "reference":
-        return ReferenceBackend(bundle, capacity)
+        return Alone(ReferenceBackend(bundle, capacity), capacity)
     if kind == "native":
         require_kernel()
     return make_graph_backend(bundle, capacity)
@@ -68,6 +71,11 @@ def sampled(logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities 
     return int(np.random.default_rng([7, *drafted]).choice(len(probabilities), p=probabilities)), probabilities
 
 
+def pair(backend: Alone[Any]) -> tuple[Backend, KVCache]:
+    """What drafters run on."""
+    return backend.model, backend.cache
+
+
 def context(tokens: Sequence[int], draw: Draw = greedy) -> DraftContext:
     """After these tokens, with a grammar that leaves everything open."""
     return DraftContext([*tokens], draw, lambda drafted: ())
@@ -82,7 +90,7 @@ class Plain:
     cache: CacheSnapshot
 
     @classmethod
-    def decode(cls, backend: Backend, prompt: Sequence[int], count: int) -> Plain:
+    def decode(cls, backend: Alone[Any], prompt: Sequence[int], count: int) -> Plain:
         """Decode token by token from an empty cache."""
         backend.cache.trim(0)
         token = int(feed(backend, prompt)[-1].argmax())
@@ -93,7 +101,7 @@ class Plain:
         return cls(tuple(prompt), tuple(reply), backend.cache.snapshot())
 
 
-def speculate(backend: Backend, drafter: Drafter, plain: Plain, seed: int) -> list[int]:
+def speculate(backend: Alone[Any], drafter: Drafter, plain: Plain, seed: int) -> list[int]:
     """Decode the text in rounds of up to four drafted tokens, some of them right ones that came from elsewhere.
 
     As the engine does: drafts, resumes or cuts, verifies, cuts, commits, tells.
@@ -109,9 +117,9 @@ def speculate(backend: Backend, drafter: Drafter, plain: Plain, seed: int) -> li
         drafted: list[int] = []
         length = min(int(rng.integers(5)), len(text) - known - 1)
         while len(drafted) < length:
-            (guess,) = drafter.guesses(now, drafted, 1)
+            (guess,) = guesses_of(drafter, now, drafted, 1)
             drafted.append(text[known + len(drafted)] if rng.random() < 0.6 else guess.token)
-        resumption = drafter.resume(now, drafted) if drafted else None
+        resumption = run_alone(drafter.resume(now, drafted)) if drafted else None
         if resumption is None:
             backend.cache.trim(base)
         assert backend.cache.length == base

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round, Verdict
+from edgeinfer.runtime.decoding.sequence import run_alone
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round, Verdict, guessed
 
 
 def settled(committed: Sequence[int], fed: Sequence[int] = (0,), logits: Floats | None = None) -> Round:
@@ -17,10 +18,15 @@ def settled(committed: Sequence[int], fed: Sequence[int] = (0,), logits: Floats 
     return Round(Draft(), verdict, tuple(committed), np.array(fed, np.int64), given)
 
 
+def guesses_of(drafter: Drafter, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    """The drafter's guesses, with whatever passes they take."""
+    return run_alone(guessed(drafter, context, drafted, width))
+
+
 def ask(drafter: Drafter, drafted: Sequence[int] = (), width: int = 1, forced: Sequence[int] = ()) -> list[Guess]:
     """The drafter's guesses behind a path."""
     context = DraftContext([], lambda logits, path: (0, None), lambda path: forced)
-    return list(drafter.guesses(context, list(drafted), width))
+    return list(guesses_of(drafter, context, list(drafted), width))
 
 
 def chain(drafter: Drafter, length: int) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Guess
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
 from edgeinfer.runtime.speculation.drafters.text_index import SuffixIndex
-from tests.runtime.speculation.drafters.rounds import ask, chain, searched, settled
+from tests.runtime.speculation.drafters.rounds import ask, chain, guesses_of, searched, settled
 from tests.tables import each_row
 
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
@@ -161,5 +161,5 @@ def test_forced_tokens_are_proposed_as_the_context_tells_them() -> None:
     drafter, forced = ForcedDrafter(), {(): [4, 9], (4,): [5], (4, 5): []}
     context = DraftContext([1], lambda logits, path: (0, None), lambda path: forced[tuple(path)])
     drafter.begin([1])
-    assert [drafter.guesses(context, path, 3) for path in ([], [4], [4, 5])] == [(Guess(4, 0),), (Guess(5, 0),), ()]
+    assert [guesses_of(drafter, context, path, 3) for path in ([], [4], [4, 5])] == [(Guess(4, 0),), (Guess(5, 0),), ()]
     assert drafter.priors[0] > 0.9 and (drafter.nbytes(), drafter.state()) == (0, {})

@@ -12,18 +12,19 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import CapabilityError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.sequence import Passes as Waiting
+from edgeinfer.runtime.decoding.sequence import Sequence, run_alone
 from edgeinfer.runtime.research.heads import Matrix
 from edgeinfer.runtime.research.medusa import MedusaDrafter
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.module_drafter import TargetStates, Unread
+from tests.alone import Alone
 from tests.heads import random_heads
-from tests.runtime.speculation.drafters.models import export
+from tests.runtime.speculation.drafters.models import export, pair
 from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
 from tests.tables import each_row
 
@@ -50,8 +51,8 @@ def test_a_product_is_that_of_the_whole_matrix() -> None:
 class Listener(MedusaDrafter):
     """Keeps the states that rounds show."""
 
-    def __init__(self, target: ReferenceBackend, heads: Heads) -> None:
-        super().__init__(target, heads)
+    def __init__(self, target: Backend, cache: KVCache, heads: Heads) -> None:
+        super().__init__(target, cache, heads)
         self.told: list[tuple[int, Floats]] = []
 
     def observe(self, round: Round) -> None:
@@ -73,22 +74,23 @@ class Resting(DraftController):
         super().rested(steps)
         self.pause = 0
 
-    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
+    def draft(self, context: DraftContext, rows: int, depth: int) -> Waiting[Draft]:
         self.pause = 3
         return super().draft(context, rows, depth)
 
 
 @each_row("kind", [DraftController, Resting])
 def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kind: type[DraftController]) -> None:
-    backend = ReferenceBackend(bundle, 64)
-    drafter = Listener(backend, random_heads(bundle, "medusa"))
+    backend = Alone(ReferenceBackend(bundle, 64), 64)
+    drafter = Listener(*pair(backend), random_heads(bundle, "medusa"))
     sampler = Sampler(LogitsProcessor(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
-    rounds = eager_rounds(backend, sampler, [drafter], Prices(FLAT), kind=kind, most=3)
-    steps = Engine(backend, 8).generate(PROMPT, sampler, max_tokens=16, stop_ids=frozenset(), strategy=rounds)
+    sequence = Sequence(*pair(backend), 8)
+    rounds = eager_rounds(sequence, sampler, [drafter], Prices(FLAT), kind=kind, most=3)
+    steps = sequence.generate(PROMPT, sampler, max_tokens=16, stop_ids=frozenset(), strategy=rounds)
     text = [*PROMPT, *(step.token for step in steps)]
     assert len(drafter.told) >= 3
     backend.cache.trim(0)
-    whole = backend.forward(ForwardInput(np.array(text), np.arange(len(text)), np.arange(len(text))))
+    whole = backend.forward(Pass(np.array(text), np.arange(len(text)), np.arange(len(text))))
     assert whole.hidden is not None
     for token, state in drafter.told:
         matches = [p for p in range(len(PROMPT), len(text)) if np.allclose(whole.hidden[p - 1], state, atol=1e-3)]
@@ -99,7 +101,7 @@ def test_targets_without_states_are_refused(bundle: Bundle) -> None:
     backend = ReferenceBackend(bundle, 16)
     backend.capabilities = replace(backend.capabilities, hidden=False)
     with pytest.raises(CapabilityError, match="hidden states"):
-        MedusaDrafter(backend, random_heads(bundle, "medusa"))
+        MedusaDrafter(backend, backend.new_sequence(16), random_heads(bundle, "medusa"))
 
 
 # Behind the root 5 come 6 and 7, in rows 2 and 3 of the tree.
@@ -113,7 +115,8 @@ class Passes:
         self.read: dict[int, tuple[int, float]] = {}
         self.states = TargetStates(1, lambda output: output.hidden, self._read, lambda rows: None)
 
-    def _read(self, unread: Unread) -> None:
+    def _read(self, unread: Unread) -> Waiting[None]:
+        yield from ()
         for row, token, state in zip(unread.positions.tolist(), unread.tokens.tolist(), unread.states, strict=True):
             self.read[row] = token, float(state[0])
 
@@ -122,9 +125,9 @@ class Passes:
         size = len(tokens)
         places = start + (np.array(DEPTHS) if tree else np.arange(size))
         parents = np.array(PARENTS) if tree else None
-        batch = ForwardInput(np.array(tokens), places, np.zeros(1, np.int64), tree=parents)
+        batch = Pass(np.array(tokens), places, np.zeros(1, np.int64), tree=parents)
         hidden = np.arange(first_state, first_state + size, dtype=np.float32)[:, None]
-        self.states.observe(start, batch, ForwardOutput(np.zeros((1, 1), np.float32), hidden))
+        self.states.observe(start, batch, PassResult(np.zeros((1, 1), np.float32), hidden))
 
 
 @each_row(
@@ -132,8 +135,7 @@ class Passes:
     [
         # The rows before it are the tree's, and rows that waited before the tree still wait.
         (7, {0: (4, 0.0), 1: (5, 1.0), 2: (6, 10.0), 3: (7, 12.0), 4: (8, 20.0)}),
-        # Another text is not taken for a path of the tree.
-        (1, {4: (8, 20.0)}),
+        (1, {0: (4, 0.0), 1: (5, 1.0), 2: (6, 10.0), 3: (1, 12.0), 4: (8, 20.0)}),
     ],
 )
 def test_the_last_row_of_a_path_that_was_passed_again(again: int, read: dict[int, tuple[int, float]]) -> None:
@@ -141,7 +143,7 @@ def test_the_last_row_of_a_path_that_was_passed_again(again: int, read: dict[int
     passes.run(0, (3, 4), 0.0)
     assert passes.states.waiting == 2
     passes.run(2, TREE, 10.0, tree=True)
-    passes.run(4, (again,), 20.0)
     passes.states.keep([0, 2, 3])
-    assert passes.states.catch_up(5, 8)
+    passes.run(4, (again,), 20.0)
+    assert run_alone(passes.states.catch_up(5, 8))
     assert passes.read == read and passes.states.waiting == 0

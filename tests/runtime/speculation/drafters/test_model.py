@@ -19,17 +19,20 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
 from edgeinfer.core.errors import BundleError, ModelError, StorageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.drafters.contract import Probabilities
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
+from tests.alone import Alone
 from tests.runtime.models import feed
 from tests.runtime.speculation.drafters.models import (
     committed,
     context,
     export,
     make_backend,
+    pair,
     sampled,
 )
+from tests.runtime.speculation.drafters.rounds import guesses_of
 from tests.tables import each_row
 
 CHUNK = 8
@@ -42,7 +45,7 @@ def bundle() -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def backend(bundle: Bundle) -> Backend:
+def backend(bundle: Bundle) -> Alone[Any]:
     return make_backend("portable", bundle)
 
 
@@ -60,10 +63,10 @@ def oracle(bundle: Bundle) -> Callable[[Sequence[int]], Floats]:
 
 
 @pytest.fixture
-def drafter(backend: Backend) -> ModelDrafter:
+def drafter(backend: Alone[Any]) -> ModelDrafter:
     """With whatever its backend holds from the test before, which it knows nothing of."""
     backend.cache.trim(0)
-    return ModelDrafter(backend, CHUNK)
+    return ModelDrafter(*pair(backend), CHUNK)
 
 
 paths = st.lists(st.integers(0, 2), max_size=4)
@@ -74,14 +77,14 @@ paths = st.lists(st.integers(0, 2), max_size=4)
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_it_proposes_what_it_would_choose(
-    backend: Backend,
+    backend: Alone[Any],
     oracle: Callable[[Sequence[int]], Floats],
     rounds: list[tuple[list[list[int]], list[int], int]],
     begins: bool,
 ) -> None:
     """Over rounds in which any paths are asked for and anything is committed, and over generations."""
     backend.cache.trim(0)
-    drafter, tokens = ModelDrafter(backend, CHUNK), PROMPT
+    drafter, tokens = ModelDrafter(*pair(backend), CHUNK), PROMPT
     for _ in range(1 + begins):
         now = context(tokens)
         drafter.begin(now.tokens)
@@ -89,7 +92,7 @@ def test_it_proposes_what_it_would_choose(
             for path in asked:
                 best = np.argsort(-oracle([*now.tokens, *path]), kind="stable")
                 for width in (1, 3, 2):
-                    found = [guess.token for guess in drafter.guesses(now, path, width)]
+                    found = [guess.token for guess in guesses_of(drafter, now, path, width)]
                     assert found == best[:width].tolist()
             now.tokens.extend([*accepted, token])
             drafter.observe(committed(accepted, len(accepted), token))
@@ -103,7 +106,7 @@ def test_drawn_guesses_carry_their_probabilities(
     drafter.begin(PROMPT)
     token, probabilities = sampled(oracle([*PROMPT, 4]), [4])
     assert probabilities is not None
-    (guess,) = drafter.guesses(now, [4], 1)
+    (guess,) = guesses_of(drafter, now, [4], 1)
     assert guess.token == token
     assert guess.probabilities is not None
     np.testing.assert_array_equal(guess.probabilities, probabilities)
@@ -117,7 +120,7 @@ def test_drawn_guesses_carry_their_probabilities(
         asked.append([*taken])
         return next(siblings)
 
-    several = drafter.guesses(replace(now, further=further), [4], 5)
+    several = guesses_of(drafter, replace(now, further=further), [4], 5)
     assert [g.token for g in several] == [token, 11, 11]
     assert all(g.probabilities is guess.probabilities for g in several)
     assert asked == [[token], [token, 11], [token, 11, 11]]
@@ -127,7 +130,7 @@ def test_drawn_guesses_carry_their_probabilities(
 def test_the_target_may_have_more_columns_or_fewer(
     bundle: Bundle, oracle: Callable[[Sequence[int]], Floats], columns: int
 ) -> None:
-    drafter = ModelDrafter(make_backend("portable", bundle), CHUNK, columns)
+    drafter = ModelDrafter(*pair(make_backend("portable", bundle)), CHUNK, columns)
     tokens, own = [*PROMPT, 383, 5], bundle.manifest.geometry.vocab_size
     seen: list[Floats] = []
 
@@ -136,29 +139,29 @@ def test_the_target_may_have_more_columns_or_fewer(
         return sampled(logits, drafted)
 
     drafter.begin(tokens)
-    guess = drafter.guesses(context(tokens, draw), [], 1)[0]
+    guess = guesses_of(drafter, context(tokens, draw), [], 1)[0]
     shared = min(columns, own)
     # The target's padding stands for nothing: here it is fed as the drafter's last token.
     np.testing.assert_array_equal(seen[0][:shared], oracle([min(token, own - 1) for token in tokens])[:shared])
     assert guess.probabilities is not None
     assert seen[0].shape == guess.probabilities.shape == (columns,)
     assert not guess.probabilities[own:].any()
-    assert all(g.token < shared for g in drafter.guesses(context(tokens), [7], columns))
+    assert all(g.token < shared for g in guesses_of(drafter, context(tokens), [7], columns))
 
 
 def test_nothing_is_guessed_beyond_its_cache(bundle: Bundle) -> None:
-    drafter = ModelDrafter(make_backend("portable", bundle, 21), CHUNK)
+    drafter = ModelDrafter(*pair(make_backend("portable", bundle, 21)), CHUNK)
     drafter.begin(PROMPT)
-    assert drafter.guesses(context(PROMPT), [5], 1)
-    assert not drafter.guesses(context(PROMPT), [5, 6], 1)
+    assert guesses_of(drafter, context(PROMPT), [5], 1)
+    assert not guesses_of(drafter, context(PROMPT), [5, 6], 1)
 
 
 def test_it_counts_its_backend(bundle: Bundle) -> None:
     backend = make_backend("portable", bundle)
-    drafter = ModelDrafter(backend, CHUNK)
+    drafter = ModelDrafter(*pair(backend), CHUNK)
     assert (drafter.name, drafter.uses_target, drafter.draws) == ("model", False, True)
     assert sum(backend.nbytes().values()) <= drafter.nbytes() < sum(backend.nbytes().values()) + 10_000
-    assert drafter.resume(context(PROMPT), [1]) is None
+    assert run_alone(drafter.resume(context(PROMPT), [1])) is None
     assert drafter.state() == {}
     drafter.restore({})
     with pytest.raises(StorageError, match="another drafter"):
@@ -170,15 +173,15 @@ def test_it_counts_its_backend(bundle: Bundle) -> None:
 
 def test_two_drafters_of_one_backend_guess_as_if_each_were_alone(bundle: Bundle) -> None:
     backend = make_backend("portable", bundle)
-    alone = ModelDrafter(make_backend("portable", bundle), CHUNK)
-    one, other = ModelDrafter(backend, CHUNK), ModelDrafter(backend, CHUNK)
+    alone = ModelDrafter(*pair(make_backend("portable", bundle)), CHUNK)
+    one, other = ModelDrafter(*pair(backend), CHUNK), ModelDrafter(*pair(backend), CHUNK)
     for drafter in (one, other, alone):
         drafter.begin(PROMPT)
     for drafted in ([], [4], [4, 5], [7], [], [7, 8]):
-        expected = alone.guesses(context(PROMPT), drafted, 2)
+        expected = guesses_of(alone, context(PROMPT), drafted, 2)
         alone.begin(PROMPT)
         for drafter in (one, other):
-            assert drafter.guesses(context(PROMPT), drafted, 2) == expected
+            assert guesses_of(drafter, context(PROMPT), drafted, 2) == expected
             drafter.begin(PROMPT)
 
 

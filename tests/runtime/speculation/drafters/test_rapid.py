@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import edgeinfer
 from edgeinfer.runtime.research import rapid
 from edgeinfer.runtime.research.rapid import RapidDrafter, bm25, retrieved
 from tests.runtime.models import feed
-from tests.runtime.speculation.drafters.models import committed, context, export, make_backend
-from tests.speculation import known_costs, random_bundle, same
+from tests.runtime.speculation.drafters.models import committed, context, export, make_backend, pair
+from tests.runtime.speculation.drafters.rounds import guesses_of
+from tests.speculation import load_eager, random_bundle, same
 
 TEXT = np.random.default_rng(4).integers(0, 320, 60).tolist()
 
@@ -54,7 +54,7 @@ def test_what_has_to_do_with_the_end_is_retrieved() -> None:
 @pytest.mark.usefixtures("small")
 def test_it_says_what_the_draft_model_says_behind_the_short_text() -> None:
     bundle = export("portable", num_hidden_layers=2)
-    drafter, oracle = RapidDrafter(make_backend("portable", bundle), 8), make_backend("portable", bundle)
+    drafter, oracle = RapidDrafter(*pair(make_backend("portable", bundle)), 8), make_backend("portable", bundle)
 
     def said(text: list[int]) -> int:
         oracle.cache.trim(0)
@@ -65,26 +65,26 @@ def test_it_says_what_the_draft_model_says_behind_the_short_text() -> None:
     drafter.begin(TEXT)
     drafted: list[int] = []
     for _ in range(3):
-        (guess,) = drafter.guesses(now, drafted, 1)
+        (guess,) = guesses_of(drafter, now, drafted, 1)
         assert guess.token == said([*short, *drafted])
         drafted.append(guess.token)
     # A round later it has the text's new tokens, and of another text it retrieves again.
     now.tokens.extend([drafted[0], 7])
     drafter.observe(committed(drafted, 1, 7))
-    (guess,) = drafter.guesses(now, [], 1)
+    (guess,) = guesses_of(drafter, now, [], 1)
     assert guess.token == said([*short, drafted[0], 7])
     other = TEXT[::-1]
     drafter.begin(other)
-    (guess,) = drafter.guesses(context(other), [], 1)
+    (guess,) = guesses_of(drafter, context(other), [], 1)
     assert guess.token == said(retrieved(other))
 
 
 def test_of_a_text_that_stays_whole_only_what_is_new_is_unread() -> None:
-    drafter = RapidDrafter(make_backend("portable", export("portable", num_hidden_layers=2)), 8)
+    drafter = RapidDrafter(*pair(make_backend("portable", export("portable", num_hidden_layers=2))), 8)
     for length, unread in ((40, 39), (60, 19)):
         drafter.begin(TEXT[:length])
         assert drafter.unread(context(TEXT[:length])) == unread
-        assert drafter.guesses(context(TEXT[:length]), [], 1)
+        assert guesses_of(drafter, context(TEXT[:length]), [], 1)
         assert drafter.unread(context(TEXT[:length])) == 0
 
 
@@ -95,7 +95,7 @@ def test_texts_are_those_without_drafts(tmp_path: Path) -> None:
     draft, prompt = random_bundle(tmp_path / "draft", seed=3, num_hidden_layers=1), [5 + i % 90 for i in range(80)]
     options: dict[str, Any] = {"threads": 1, "context": 128, "remember": False, "speculation": "rapid"}
     ways: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.9, "seed": 3})
-    with known_costs(), edgeinfer.load(target, draft_model=draft, **options) as model:
+    with load_eager(target, draft_model=draft, **options) as model:
         for way in ways:
             found = same(model, "rapid", prompt=prompt, max_tokens=40, ignore_eos=True, **way)
             assert found.per_drafter["rapid"].drafted > 0

@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
-from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend
-from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.backends.contract import ExpertChoice
+from edgeinfer.runtime.decoding.sequence import run_alone
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.self_drafters import (
     BitsAndExpertsDrafter,
@@ -29,6 +27,7 @@ from edgeinfer.runtime.speculation.drafters.self_drafters import (
     every_second,
     fewer_experts,
 )
+from tests.alone import Alone, restore
 from tests.runtime.models import feed
 from tests.runtime.speculation.drafters.models import (
     BACKENDS,
@@ -37,15 +36,18 @@ from tests.runtime.speculation.drafters.models import (
     context,
     export,
     make_backend,
+    pair,
     speculate,
 )
+from tests.runtime.speculation.drafters.rounds import guesses_of
+from tests.windowed import cache_experts
 
 LAYERS, EXIT = 4, 2
 PROMPT = np.random.default_rng(5).integers(0, 320, 12).tolist()
-DRAFTERS: dict[str, Callable[[Backend], Drafter]] = {
-    "exit": lambda target: EarlyExitDrafter(target, EXIT),
-    "skip": SkipDrafter,
-    "bits": BitsDrafter,
+DRAFTERS: dict[str, Callable[[Alone[Any]], Drafter]] = {
+    "exit": lambda target: EarlyExitDrafter(*pair(target), EXIT),
+    "skip": lambda target: SkipDrafter(*pair(target)),
+    "bits": lambda target: BitsDrafter(*pair(target)),
 }
 # How each one's pass differs from a whole one.
 PASSES: dict[str, dict[str, Any]] = {
@@ -58,7 +60,7 @@ CASES = [(kind, name) for kind in BACKENDS for name in DRAFTERS if (kind, name) 
 
 
 @pytest.fixture(scope="module")
-def target(kind: str) -> Iterator[Backend]:
+def target(kind: str) -> Iterator[Alone[Any]]:
     backend = make_backend(kind, export(kind))
     yield backend
     backend.close()
@@ -67,14 +69,14 @@ def target(kind: str) -> Iterator[Backend]:
 each_drafter = pytest.mark.parametrize(("kind", "name"), CASES, scope="module")
 
 
-def begin(target: Backend, drafter: Drafter, tokens: Sequence[int]) -> None:
+def begin(target: Alone[Any], drafter: Drafter, tokens: Sequence[int]) -> None:
     """The target holds all of the tokens but the root, as it does when a round begins."""
     target.cache.trim(0)
     feed(target, tokens[:-1])
     drafter.begin(tokens)
 
 
-def cheap_logits(target: Backend, name: str, tokens: Sequence[int], drafted: Sequence[int]) -> NDArray[np.float32]:
+def cheap_logits(target: Alone[Any], name: str, tokens: Sequence[int], drafted: Sequence[int]) -> NDArray[np.float32]:
     """What a drafter's pass gives behind a cache of whole passes: its logits after the drafted tokens. (V,)"""
     target.cache.trim(0)
     feed(target, tokens[:-1])
@@ -84,31 +86,31 @@ def cheap_logits(target: Backend, name: str, tokens: Sequence[int], drafted: Seq
 
 @each_drafter
 @pytest.mark.parametrize("width", [1, 3])
-def test_paths_may_be_asked_for_in_any_order(target: Backend, name: str, width: int) -> None:
+def test_paths_may_be_asked_for_in_any_order(target: Alone[Any], name: str, width: int) -> None:
     paths: list[list[int]] = [[5, 6], [5, 7, 8], [], [5, 6, 9], [5], [4, 4, 4, 4], [5, 7]]
     drafter = DRAFTERS[name](target)
     begin(target, drafter, PROMPT)
-    found = [[guess.token for guess in drafter.guesses(context(PROMPT), path, width)] for path in paths]
+    found = [[guess.token for guess in guesses_of(drafter, context(PROMPT), path, width)] for path in paths]
     for path, tokens in zip(paths, found, strict=True):
         expected = np.argsort(-cheap_logits(target, name, PROMPT, path))[:width]
         assert tokens == expected.tolist()
 
 
 @pytest.mark.parametrize("kind", BACKENDS, scope="module")
-def test_drafters_may_take_turns_at_the_targets_cache(kind: str, target: Backend) -> None:
+def test_drafters_may_take_turns_at_the_targets_cache(kind: str, target: Alone[Any]) -> None:
     """Rows of one are none of another's, though they are as many; and what an exit hands over is still exact."""
     early, skip = DRAFTERS["exit"](target), DRAFTERS["skip"](target)
     begin(target, early, PROMPT)
     skip.begin(PROMPT)
     now, drafted = context(PROMPT), [5, 6]
-    first = early.guesses(now, drafted, 1)
-    skip.guesses(now, drafted, 1)
-    assert early.resume(now, drafted) is None
+    first = guesses_of(early, now, drafted, 1)
+    guesses_of(skip, now, drafted, 1)
+    assert run_alone(early.resume(now, drafted)) is None
     target.cache.trim(len(PROMPT) - 1)
-    assert skip.guesses(now, [5, 7], 1)[0].token == cheap_logits(target, "skip", PROMPT, [5, 7]).argmax()
+    assert guesses_of(skip, now, [5, 7], 1)[0].token == cheap_logits(target, "skip", PROMPT, [5, 7]).argmax()
     early.begin(PROMPT)
-    assert early.guesses(now, drafted, 1) == first
-    resumption = early.resume(now, drafted)
+    assert guesses_of(early, now, drafted, 1) == first
+    resumption = run_alone(early.resume(now, drafted))
     assert resumption is not None
     whole = feed(target, [PROMPT[-1], *drafted], layer_mask=resumption.layer_mask, hidden=resumption.hidden)
     cache = target.cache.snapshot()
@@ -120,34 +122,34 @@ def test_drafters_may_take_turns_at_the_targets_cache(kind: str, target: Backend
 
 
 @each_drafter
-def test_nothing_is_guessed_beyond_the_cache(target: Backend, name: str) -> None:
+def test_nothing_is_guessed_beyond_the_cache(target: Alone[Any], name: str) -> None:
     drafter = DRAFTERS[name](target)
     tokens = (PROMPT * 6)[: target.cache.capacity - 1]
     begin(target, drafter, tokens)
-    assert drafter.guesses(context(tokens), [5], 1)
-    assert not drafter.guesses(context(tokens), [5, 6], 1)
+    assert guesses_of(drafter, context(tokens), [5], 1)
+    assert not guesses_of(drafter, context(tokens), [5, 6], 1)
 
 
 @each_drafter
-def test_nothing_is_kept(target: Backend, name: str) -> None:
+def test_nothing_is_kept(target: Alone[Any], name: str) -> None:
     drafter = DRAFTERS[name](target)
     assert (drafter.name, drafter.uses_target, drafter.state()) == (name, True, {})
     assert drafter.nbytes() < 100_000
     begin(target, drafter, PROMPT)
-    guess = drafter.guesses(context(PROMPT), [], 1)[0]
+    guess = guesses_of(drafter, context(PROMPT), [], 1)[0]
     assert 0 <= guess.sign < len(drafter.priors)
     drafter.close()
     feed(target, [1])  # the target is not closed with it
 
 
 def test_exits_and_masks_that_fit_no_model_are_refused() -> None:
-    target = ReferenceBackend(export("reference"), 64)
+    target = make_backend("reference", export("reference"))
     for number in (0, LAYERS):
         with pytest.raises(UsageError, match=rf"no exit after layer {number}\. Choose one from 1 to 3"):
-            EarlyExitDrafter(target, number)
+            EarlyExitDrafter(*pair(target), number)
     for mask in (np.ones(2 * LAYERS, np.bool_), np.zeros(LAYERS, np.bool_)):
         with pytest.raises(UsageError, match="drafts nothing"):
-            SkipDrafter(target, mask)
+            SkipDrafter(*pair(target), mask)
 
 
 def test_every_second_layer_is_skipped_up_to_a_share() -> None:
@@ -163,8 +165,8 @@ def test_two_layers_are_too_few_to_skip_one() -> None:
 
 
 def test_a_backend_that_only_decodes_is_refused() -> None:
-    target = ReferenceBackend(export("reference"), 64)
-    target.capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
+    target = make_backend("reference", export("reference"))
+    target.model.capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
     for name, make in DRAFTERS.items():
         with pytest.raises(CapabilityError, match=r"reference backend cannot .* another drafter"):
             make(target)
@@ -188,24 +190,24 @@ def model(request: pytest.FixtureRequest) -> tuple[str, Bundle]:
 
 
 @pytest.fixture(scope="module")
-def parted(model: tuple[str, Bundle]) -> Iterator[Backend]:
+def parted(model: tuple[str, Bundle]) -> Iterator[Alone[Any]]:
     backend = make_backend(*model, 64)
     yield backend
     backend.close()
 
 
-def check(parted: Backend, prompt: int, drafted: int, own: int) -> None:
+def check(parted: Alone[Any], prompt: int, drafted: int, own: int) -> None:
     """Draft behind a prompt, `own` of the tokens here, and compare verification with a whole pass."""
     tokens, chain = TEXT[:prompt], TEXT[300 : 300 + drafted]
     parted.cache.trim(0)
     if prompt > 1:
         feed(parted, tokens[:-1])
     before = parted.cache.snapshot()
-    drafter, now = EarlyExitDrafter(parted, EXIT), context(tokens)
+    drafter, now = EarlyExitDrafter(*pair(parted), EXIT), context(tokens)
     drafter.begin(tokens)
     for length in range(own):
-        drafter.guesses(now, chain[:length], 1)
-    resumption = drafter.resume(now, chain)
+        guesses_of(drafter, now, chain[:length], 1)
+    resumption = run_alone(drafter.resume(now, chain))
     assert parted.cache.length == prompt - 1
     assert (resumption is None) == (own == 0)
     if resumption is None:
@@ -216,14 +218,14 @@ def check(parted: Backend, prompt: int, drafted: int, own: int) -> None:
     logits = feed(parted, fed, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
     cache = parted.cache.snapshot()
     parted.cache.trim(0)
-    parted.cache.restore(before)
+    restore(parted.cache, before)
     np.testing.assert_array_equal(logits, feed(parted, fed))
     assert_same_cache("onnx", cache, parted.cache.snapshot())
 
 
 @given(prompt=st.integers(2, 40), drafted=st.integers(1, 20), own=st.integers(0, 20))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_pass_in_two_parts_is_the_whole_pass(parted: Backend, prompt: int, drafted: int, own: int) -> None:
+def test_a_pass_in_two_parts_is_the_whole_pass(parted: Alone[Any], prompt: int, drafted: int, own: int) -> None:
     check(parted, prompt, drafted, min(own, drafted))
 
 
@@ -251,26 +253,26 @@ def mixture_kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def mixture(mixture_kind: str) -> Iterator[Backend]:
+def mixture(mixture_kind: str) -> Iterator[Alone[Any]]:
     backend = make_backend(mixture_kind, bundle_of(mixture_kind))
     yield backend
     backend.close()
 
 
-def guesses(mixture: Backend, drafter: ExpertsDrafter, count: int) -> list[int]:
+def guesses(mixture: Alone[Any], drafter: ExpertsDrafter, count: int) -> list[int]:
     mixture.cache.trim(0)
     feed(mixture, START[:-1])
     drafter.begin(START)
     drafted: list[int] = []
     for _ in range(count):
-        drafted.append(drafter.guesses(context(START), drafted, 1)[0].token)
+        drafted.append(guesses_of(drafter, context(START), drafted, 1)[0].token)
     return drafted
 
 
-def test_guesses_are_what_fewer_experts_choose(mixture: Backend) -> None:
-    count = fewer_experts(mixture)
+def test_guesses_are_what_fewer_experts_choose(mixture: Alone[Any]) -> None:
+    count = fewer_experts(mixture.model)
     assert count == TOP_K // 2
-    drafted = guesses(mixture, ExpertsDrafter(mixture), 6)
+    drafted = guesses(mixture, ExpertsDrafter(*pair(mixture)), 6)
     mixture.cache.trim(0)
     feed(mixture, START[:-1])
     tokens = [START[-1], *drafted]
@@ -284,42 +286,42 @@ def test_guesses_are_what_fewer_experts_choose(mixture: Backend) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("count", [None, 1])
-def test_drafting_leaves_no_trace(mixture_kind: str, mixture: Backend, seed: int, count: int | None) -> None:
+def test_drafting_leaves_no_trace(mixture_kind: str, mixture: Alone[Any], seed: int, count: int | None) -> None:
     if not mixture.capabilities.exact:
         pytest.skip("rows of this backend depend on each other's experts")
     plain = Plain.decode(mixture, START, 25)
-    assert speculate(mixture, ExpertsDrafter(mixture, count), plain, seed) == list(plain.reply)
+    assert speculate(mixture, ExpertsDrafter(*pair(mixture), count), plain, seed) == list(plain.reply)
     assert_same_cache(mixture_kind, mixture.cache.snapshot(), plain.cache)
 
 
 @pytest.mark.slow
-def test_one_plane_and_fewer_experts_draft_in_one_pass(mixture_kind: str, mixture: Backend) -> None:
+def test_one_plane_and_fewer_experts_draft_in_one_pass(mixture_kind: str, mixture: Alone[Any]) -> None:
     if not mixture.capabilities.high_planes:
         with pytest.raises(CapabilityError, match="one plane"):
-            BitsAndExpertsDrafter(mixture)
+            BitsAndExpertsDrafter(*pair(mixture))
         return
-    drafted = guesses(mixture, BitsAndExpertsDrafter(mixture), 6)
+    drafted = guesses(mixture, BitsAndExpertsDrafter(*pair(mixture)), 6)
     mixture.cache.trim(0)
     feed(mixture, START[:-1])
     tokens = [START[-1], *drafted]
     for at, token in enumerate(drafted):
-        logits = feed(mixture, tokens[at : at + 1], planes=1, experts=ExpertChoice(fewer_experts(mixture)))
+        logits = feed(mixture, tokens[at : at + 1], planes=1, experts=ExpertChoice(fewer_experts(mixture.model)))
         assert token == logits[0].argmax()
     plain = Plain.decode(mixture, START, 25)
-    assert speculate(mixture, BitsAndExpertsDrafter(mixture), plain, 0) == list(plain.reply)
+    assert speculate(mixture, BitsAndExpertsDrafter(*pair(mixture)), plain, 0) == list(plain.reply)
     assert_same_cache(mixture_kind, mixture.cache.snapshot(), plain.cache)
 
 
-def test_numbers_of_experts_that_are_not_there_are_refused(mixture: Backend) -> None:
+def test_numbers_of_experts_that_are_not_there_are_refused(mixture: Alone[Any]) -> None:
     for count in (TOP_K + 1, 0):
         with pytest.raises(UsageError, match=r"cannot draft with \d experts .*Choose one of 1, .* for draft_experts"):
-            ExpertsDrafter(mixture, count)
+            ExpertsDrafter(*pair(mixture), count)
 
 
 def test_a_model_without_experts_cannot_draft_by_them() -> None:
     mixture = make_backend("reference", export("reference"))
     with pytest.raises(CapabilityError, match=r"cannot use fewer experts .*another drafter"):
-        ExpertsDrafter(mixture)
+        ExpertsDrafter(*pair(mixture))
     with pytest.raises(CapabilityError, match="choose experts"):
         feed(mixture, START, experts=ExpertChoice(1))
 
@@ -327,12 +329,11 @@ def test_a_model_without_experts_cannot_draft_by_them() -> None:
 def test_only_experts_in_memory_draft() -> None:
     bundle = bundle_of("native")
     inner = make_backend("native", bundle)
-    assert isinstance(inner, GraphBackend)
     decoder = bundle.manifest.decoder
     assert decoder is not None
-    mixture = CachedExpertsBackend(inner, decoder, 10_000_000)
+    mixture = cache_experts(inner, decoder, 10_000_000)
     cache = mixture.expert_cache
-    drafter = CachedExpertsDrafter(mixture, cache.bias)
+    drafter = CachedExpertsDrafter(*pair(mixture), cache.bias)
     plain = Plain.decode(mixture, START, 12)
     assert speculate(mixture, drafter, plain, 0) == list(plain.reply)
     assert_same_cache("native", mixture.cache.snapshot(), plain.cache)
@@ -343,7 +344,7 @@ def test_only_experts_in_memory_draft() -> None:
     held = cache.cached.copy()
     drafter.begin(START[:2])
     now, drafted = context(START[:2]), [7, 8, 9]
-    assert drafter.guesses(now, drafted, 1)
+    assert guesses_of(drafter, now, drafted, 1)
     assert held.any(axis=1).all()
     np.testing.assert_array_equal(cache.cached, held)
     mixture.close()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Probabilities, Verdict, Verifier
+from edgeinfer.runtime.speculation.drafters.contract import Deciding, Draft, Guess, Probabilities, Verdict, Verifier
 
 Path = tuple[int, ...]
 Laws = Callable[[Path], Probabilities]
@@ -118,6 +118,16 @@ def _options(what: Probabilities | int, taken: list[int]) -> Iterator[tuple[floa
         yield float(left[token] / left.sum()), int(token), what
 
 
+def settle(deciding: Deciding) -> Verdict:
+    """What is decided, where the logits of every node are there."""
+    while True:
+        try:
+            next(deciding)
+        except StopIteration as done:
+            verdict: Verdict = done.value
+            return verdict
+
+
 def verdicts(verify: Verifier, draft: Draft, distributions: Laws) -> dict[Verdict, float]:
     """Probability of every verdict. Each number's steps are found by bisection; each outcome must be one interval."""
 
@@ -129,7 +139,7 @@ def verdicts(verify: Verifier, draft: Draft, distributions: Laws) -> dict[Verdic
 
         target = TableTarget(draft, distributions, number)
         try:
-            return verify(draft, target)
+            return settle(verify(draft, target))
         except _NumberNeededError as need:
             return need.key, target.at
 

@@ -8,13 +8,11 @@ from edgeinfer.bundle.additions import STATE_EPS, Heads
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.research.judge import TokenJudge
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.decoding import RoundView
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
+from edgeinfer.runtime.speculation.decoding import LogitRows, RoundView
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, Verdict
-from edgeinfer.runtime.speculation.evaluated import LogitRows
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
-from tests.runtime.speculation.verification.enumeration import make_draft
+from tests.runtime.speculation.verification.enumeration import make_draft, settle
 
 
 class JudgedTarget:
@@ -57,16 +55,18 @@ def test_of_a_chain_it_keeps_what_matches_or_is_right() -> None:
         stays = [choices[node] == draft.guesses[node].token or node in right for node in range(size)]
         kept = int(np.cumprod(stays).sum())
         target = JudgedTarget(choices, right)
-        assert JUDGE.verify(draft, target) == Verdict(tuple(range(kept)), choices[kept], bonus=kept == size)
-        assert JUDGE.verify(draft, JudgedTarget(choices, set())) == verify_keyed(draft, JudgedTarget(choices, set()))
+        assert settle(JUDGE.verify(draft, target)) == Verdict(tuple(range(kept)), choices[kept], bonus=kept == size)
+        assert settle(JUDGE.verify(draft, JudgedTarget(choices, set()))) == settle(
+            verify_keyed(draft, JudgedTarget(choices, set()))
+        )
 
 
 def test_of_a_tree_the_targets_own_choice_goes_first() -> None:
     tree = make_draft((-1, 5, None), (-1, 7, None), (1, 1, None), (1, 2, None))
-    assert JUDGE.verify(tree, JudgedTarget([7, 0, 3, 9, 9], {0, 1, 2, 3})) == Verdict((1, 2), 9, bonus=True)
-    assert JUDGE.verify(tree, JudgedTarget([4, 8, 3, 9, 9], {0, 1})) == Verdict((0,), 8, bonus=True)
-    assert JUDGE.verify(tree, JudgedTarget([4, 8, 2, 9, 9], {1})) == Verdict((1, 3), 9, bonus=True)
-    assert JUDGE.verify(tree, JudgedTarget([4, 8, 3, 9, 9], set())) == Verdict((), 4, bonus=False)
+    assert settle(JUDGE.verify(tree, JudgedTarget([7, 0, 3, 9, 9], {0, 1, 2, 3}))) == Verdict((1, 2), 9, bonus=True)
+    assert settle(JUDGE.verify(tree, JudgedTarget([4, 8, 3, 9, 9], {0, 1}))) == Verdict((0,), 8, bonus=True)
+    assert settle(JUDGE.verify(tree, JudgedTarget([4, 8, 2, 9, 9], {1}))) == Verdict((1, 3), 9, bonus=True)
+    assert settle(JUDGE.verify(tree, JudgedTarget([4, 8, 3, 9, 9], set()))) == Verdict((), 4, bonus=False)
 
 
 def test_it_reads_the_row_of_the_token_and_no_banned_one_stays() -> None:
@@ -83,7 +83,7 @@ def test_it_reads_the_row_of_the_token_and_no_banned_one_stays() -> None:
 
     def verdict(config: GenerationConfig) -> Verdict:
         sampler = Sampler(LogitsProcessor(config, 8, 0), [0])
-        return judge.verify(draft, RoundView(sampler, draft, LogitRows(logits), 1, states))
+        return settle(judge.verify(draft, RoundView(sampler, draft, LogitRows(logits, states), 1)))
 
     assert verdict(GenerationConfig()) == Verdict((0,), 2, bonus=False)
     assert verdict(GenerationConfig(logit_bias={3: -100.0})) == Verdict((), 1, bonus=False)

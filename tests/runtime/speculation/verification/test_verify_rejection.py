@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.runtime.sampling.distributions import draw_from
-from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import Deciding, Draft, Probabilities, Verdict
 from edgeinfer.runtime.speculation.verification.rejection import residual, verify_rejection, without
 from tests.runtime.speculation.verification.enumeration import (
     Laws,
@@ -18,6 +18,7 @@ from tests.runtime.speculation.verification.enumeration import (
     drafts,
     make_draft,
     random_laws,
+    settle,
     verdicts,
 )
 from tests.tables import each_row
@@ -114,8 +115,8 @@ def test_guesses_that_foretell_the_keyed_choice_may_be_chosen_by_it() -> None:
         draft = make_draft((-1, 0, None)) if token == 0 else make_draft()
 
         def verify(
-            draft: Draft, view: TableTarget, verify: Callable[..., Verdict] = verify_rejection, token: int = token
-        ) -> Verdict:
+            draft: Draft, view: TableTarget, verify: Callable[..., Deciding] = verify_rejection, token: int = token
+        ) -> Deciding:
             view.token = lambda node: token  # type: ignore[method-assign]
             return verify(draft, view)
 
@@ -128,7 +129,7 @@ def test_equal_laws_always_accept_and_leave_no_gap() -> None:
     probabilities = random_laws(18, 5)
     for token, u in product(range(5), (0.0, 0.5, 1 - 2.0**-53)):
         draft = make_draft((-1, token, probabilities(()).copy()))
-        verdict = verify_rejection(draft, TableTarget(draft, probabilities, lambda depth, draw, u=u: u))  # type: ignore[misc]
+        verdict = settle(verify_rejection(draft, TableTarget(draft, probabilities, lambda depth, draw, u=u: u)))  # type: ignore[misc]
         assert verdict.accepted == (0,)
         assert verdict.bonus
 
@@ -137,7 +138,7 @@ def test_one_hot_targets_are_followed() -> None:
     hot = np.array([0.0, 0, 1, 0])
     for flat, u in product((None, np.full(4, 0.25)), (0.0, 0.3, 1 - 2.0**-53)):
         draft = make_draft((-1, 0, flat), (-1, 2, flat), (1, 1, flat), (1, 3, flat))
-        verdict = verify_rejection(draft, TableTarget(draft, lambda path: hot, lambda depth, draw, u=u: u))  # type: ignore[misc]
+        verdict = settle(verify_rejection(draft, TableTarget(draft, lambda path: hot, lambda depth, draw, u=u: u)))  # type: ignore[misc]
         assert verdict == Verdict((1,), 2, bonus=False)
 
 
@@ -157,7 +158,7 @@ def test_a_residual_lost_to_rounding_leaves_the_probabilities() -> None:
     # The target's mass is one rounding short of certain, and the test falls into the gap.
     nearly = np.array([0.0, np.nextafter(1, 0), 0])
     draft = make_draft((-1, 1, np.array([0.0, 1, 0])))
-    verdict = verify_rejection(draft, TableTarget(draft, lambda path: nearly, lambda depth, draw: 1 - 2.0**-53))
+    verdict = settle(verify_rejection(draft, TableTarget(draft, lambda path: nearly, lambda depth, draw: 1 - 2.0**-53)))
     assert (verdict.accepted, verdict.token) == ((), 1)
 
 
@@ -168,7 +169,7 @@ def test_tiny_probabilities_neither_warn_nor_overflow() -> None:
         draft = make_draft((-1, token, drafter), (-1, (token + 1) % 3, drafter))
         for u in (0.0, 0.5, 1 - 2.0**-53):
             view = TableTarget(draft, lambda path: target, lambda depth, draw, u=u: u)  # type: ignore[misc]
-            assert verify_rejection(draft, view).token in (0, 1)
+            assert settle(verify_rejection(draft, view)).token in (0, 1)
 
 
 def test_the_inverse_cdf_runs_in_order_of_token_and_never_gives_the_impossible() -> None:

@@ -13,7 +13,7 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.methods import all_methods
-from tests.runtime.speculation.verification.enumeration import TableTarget, make_draft
+from tests.runtime.speculation.verification.enumeration import TableTarget, make_draft, settle
 
 # A judge is bound to a bundle before it verifies.
 RULES = tuple(name for name in all_methods("verifiers") if name != "judge")
@@ -62,8 +62,8 @@ def test_a_verdict_is_a_path_of_possible_tokens(name: str, draft: Draft, table: 
 
     view = TableTarget(draft, after, lambda depth, draw: number(seed, depth, draw))
     rule = find_verification(name)
-    verdict = rule.verify(draft, view)
-    assert verdict == rule.verify(draft, view)
+    verdict = settle(rule.verify(draft, view))
+    assert verdict == settle(rule.verify(draft, view))
     parent = -1
     for node in verdict.accepted:
         assert draft.parents[node] == parent
@@ -86,8 +86,8 @@ def test_greedy_text_is_the_same_by_every_rule(name: str, draft: Draft, choice: 
         probabilities[choice[(len(path) + sum(path)) % len(choice)]] = 1
         return probabilities
 
-    verdict = find_verification(name).verify(
-        draft, TableTarget(draft, after, lambda depth, draw: number(seed, depth, draw))
+    verdict = settle(
+        find_verification(name).verify(draft, TableTarget(draft, after, lambda depth, draw: number(seed, depth, draw)))
     )
     text = [*(draft.guesses[node].token for node in verdict.accepted), verdict.token]
     for depth, token in enumerate(text):

@@ -10,11 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.options.reply import GenerationConfig
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.decoding import RoundView
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
+from edgeinfer.runtime.speculation.decoding import LogitRows, RoundView
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
-from edgeinfer.runtime.speculation.evaluated import LogitRows
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.methods import all_methods
@@ -24,6 +22,7 @@ from tests.runtime.speculation.verification.enumeration import (
     output_probabilities,
     plain_probabilities,
     random_laws,
+    settle,
 )
 from tests.tables import each_row
 
@@ -108,7 +107,7 @@ def test_a_banned_token_is_never_accepted_nor_drawn() -> None:
         )
         for seed in range(50):
             view = view_of(draft, LogitsProcessor(CONFIG, SIZE, seed), (*PROMPT, *REPLY))
-            verdict = find_verification(name).verify(draft, view)
+            verdict = settle(find_verification(name).verify(draft, view))
             assert verdict.accepted in ((), (2,))
             assert verdict.token != BANNED
 
@@ -140,7 +139,7 @@ def test_keyed_text_is_that_of_plain_sampling_with_the_same_seed(options: dict[s
                 nodes.append((at, token, None))
                 at = len(nodes) - 1
             draft = make_draft(*nodes)
-            verdict = verify_keyed(draft, view_of(draft, processor, text))
+            verdict = settle(verify_keyed(draft, view_of(draft, processor, text)))
             text += (*(draft.guesses[node].token for node in verdict.accepted), verdict.token)
             rounds += 1
         assert text[:40] == plain

@@ -10,7 +10,7 @@ import pytest
 from edgeinfer.runtime.research.typical import threshold, verify_typical
 from edgeinfer.runtime.speculation.drafters.contract import Probabilities
 from edgeinfer.runtime.speculation.verification.rule import find_verification
-from tests.runtime.speculation.verification.enumeration import TableTarget, lossless_error, make_draft
+from tests.runtime.speculation.verification.enumeration import TableTarget, lossless_error, make_draft, settle
 
 
 def two_part(first: float, size: int) -> Probabilities:
@@ -32,7 +32,7 @@ def test_an_unlikely_token_is_typical_only_of_a_flat_distribution() -> None:
         token = int(np.argmin(np.abs(probabilities - 0.05)))
         draft = make_draft((-1, token, None))
         view = TableTarget(draft, lambda path, p=probabilities: p, lambda depth, draw: 0.5)  # type: ignore[misc]
-        verdict = verify_typical(draft, view)
+        verdict = settle(verify_typical(draft, view))
         assert verdict.accepted == accepted
         assert verdict.bonus == bool(accepted)
 
@@ -44,7 +44,7 @@ def test_the_longest_path_wins_then_the_likeliest() -> None:
 
     def accepted(*nodes: tuple[int, int]) -> tuple[int, ...]:
         draft = make_draft(*((parent, token, None) for parent, token in nodes))
-        return verify_typical(draft, TableTarget(draft, distributions, lambda depth, draw: 0.5)).accepted
+        return settle(verify_typical(draft, TableTarget(draft, distributions, lambda depth, draw: 0.5))).accepted
 
     assert accepted((-1, 0), (-1, 2), (0, 1)) == (0, 2)
     assert accepted((-1, 0), (-1, 2), (0, 1), (1, 1), (1, 2)) == (1, 4)
@@ -56,7 +56,7 @@ def test_a_node_behind_a_rejected_one_is_not_reached() -> None:
         return np.array([1.0, 0, 0]) if not path else np.full(3, 1 / 3)
 
     draft = make_draft((-1, 1, None), (0, 1, None), (1, 1, None), (-1, 0, None))
-    verdict = verify_typical(draft, TableTarget(draft, distributions, lambda depth, draw: 0.9))
+    verdict = settle(verify_typical(draft, TableTarget(draft, distributions, lambda depth, draw: 0.9)))
     assert (verdict.accepted, verdict.token, verdict.bonus) == ((3,), 2, True)
 
 

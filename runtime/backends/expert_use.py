@@ -1,4 +1,4 @@
-"""Backends around another one, and the one that counts which experts tokens use.
+"""Counts which experts tokens use, as an observer of a backend's passes.
 
 BlockFFN's measures (arXiv:2507.08771): token-level sparsity is 1 less the mean share of a layer's experts that a token
 uses, chunk-level sparsity is 1 less the mean share that a run of consecutive tokens uses. Only tokens that stayed in
@@ -8,8 +8,8 @@ the text are counted: a pass is counted when the next one has shown which of its
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+import weakref
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,7 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ExpertUse
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.cache import KVCache, ObservedCache
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, adapters_of, choose_adapter
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult
 from edgeinfer.runtime.weights.experts import ExpertCache
 
 # Lengths of the runs of tokens whose union is counted.
@@ -151,58 +150,23 @@ class ExpertCounter:
         self._counts += ExpertCounts(self._counts.layers, self._counts.top_k, new, used, runs, unions)
 
 
-B = TypeVar("B", bound=Backend)
-_NO_ROWS = np.zeros(0, np.int64)
+class ExpertUseObserver:
+    """Counts the experts that the passes over one cache use; those over other caches are not counted. `expert_cache` is
+    that of experts that do not all stay in memory."""
 
-
-class WrappedBackend(Generic[B]):
-    """Implements `contract.Backend` but for `forward`, which takes a turn of its own."""
-
-    def __init__(self, inner: B) -> None:
-        self._inner = inner
-        self.name, self.kernel = inner.name, inner.kernel
-        self.geometry, self.capabilities = inner.geometry, inner.capabilities
-
-    @property
-    def cache(self) -> KVCache:
-        return self._inner.cache
-
-    @property
-    def adapters(self) -> Mapping[str, str]:
-        return adapters_of(self._inner)
-
-    def use_adapter(self, name: str | None) -> None:
-        choose_adapter(self._inner, name)
-
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        return self._inner.forward(batch)
-
-    def cancel(self) -> None:
-        self._inner.cancel()
-
-    def nbytes(self) -> dict[str, int]:
-        return self._inner.nbytes()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class ExpertCountingBackend(WrappedBackend[Backend]):
-    """Implements `contract.Backend` around another one with the same passes. `cache` is the backend's own, which tells
-    which rows were kept; `expert_cache` is that of its experts, where not all stay in memory."""
-
-    def __init__(
-        self, inner: Backend, cache: ObservedCache, decoder: DecoderSpec, expert_cache: ExpertCache | None = None
-    ) -> None:
-        super().__init__(inner)
+    def __init__(self, decoder: DecoderSpec, expert_cache: ExpertCache | None = None) -> None:
         self._counter = ExpertCounter(decoder)
         self.expert_cache = expert_cache
-        cache.observe_keep = self._counter.kept
+        self._followed: weakref.ref[KVCache] | None = None
+
+    def follow(self, cache: KVCache) -> None:
+        self._followed = weakref.ref(cache)
 
     @property
     def counts(self) -> ExpertCounts:
         """Use of experts by the tokens so far, without rejected drafts."""
-        return self._counter.counts(self.cache.length)
+        cache = None if self._followed is None else self._followed()
+        return self._counter.counts(0 if cache is None else cache.length)
 
     def use(self, since: ExpertCounts | None = None) -> ExpertUse:
         counts = self.counts if since is None else self.counts - since
@@ -214,16 +178,19 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
             found, expert_bytes=cache.expert_bytes, resident_bytes=cache.cached_bytes, hit_rate=cache.hit_rate
         )
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        start = self.cache.length
-        output = self._inner.forward(batch)
+    def passed(self, cache: KVCache, start: int, batch: Pass, result: PassResult) -> None:
+        if self._followed is None or cache is not self._followed():
+            return
         # Drafts of cheaper passes are not what the model's tokens use, and passes that go on after one know not all.
         whole = batch.planes == 2 and batch.experts is None and batch.layer_mask is None and batch.hidden is None
-        if whole and output.experts is not None:
-            self._counter.passed(start, output.experts)
-        return output
+        if whole and result.experts is not None:
+            self._counter.passed(start, result.experts)
+
+    def kept(self, cache: KVCache, start: int, rows: Sequence[int]) -> None:
+        if self._followed is not None and cache is self._followed():
+            self._counter.kept(start, rows)
 
 
-def uncounted(backend: Backend) -> Backend:
-    """The backend whose passes use experts without being counted: inside `ExpertCountingBackend`, or the same."""
-    return backend._inner if isinstance(backend, ExpertCountingBackend) else backend
+def experts_observer(backend: Backend) -> ExpertUseObserver | None:
+    """What counts a backend's use of experts; None where the model has none."""
+    return next((each for each in backend.observers if isinstance(each, ExpertUseObserver)), None)
