@@ -13,7 +13,7 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def replies(model: edgeinfer.Model, tokens: int) -> Iterator[tuple[str, edgeinfe
         options = {"temperature": 0.8, "seed": 7, "max_tokens": tokens} | way
         for place, result in enumerate(model.generate_batch(list(PROMPTS), parallel=8, **options)):
             yield f"batch {place} {way}", result
-        found = asyncio.run(_side_by_side(lambda prompt, options=options: model.agenerate(prompt, **options)))
+        found = asyncio.run(_side_by_side(model, options))
         for place, result in enumerate(found):
             yield f"async {place} {way}", result
     chat = model.chat()
@@ -59,8 +59,8 @@ def replies(model: edgeinfer.Model, tokens: int) -> Iterator[tuple[str, edgeinfe
         yield f"chat {place}", chat.send(PROMPTS[place], seed=place, temperature=0.6, max_tokens=tokens)
 
 
-async def _side_by_side(make: Callable[[str], Any]) -> list[edgeinfer.Result]:
-    return list(await asyncio.gather(*map(make, PROMPTS)))
+async def _side_by_side(model: edgeinfer.Model, options: dict[str, Any]) -> list[edgeinfer.Result]:
+    return list(await asyncio.gather(*(model.agenerate(prompt, **options) for prompt in PROMPTS)))
 
 
 def main() -> int:
