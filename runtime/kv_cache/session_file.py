@@ -8,7 +8,7 @@ what they keep, `rows.{start}` is U8 (n, bytes of a token), the arrays one behin
 heads and width of each, as JSON. Where an engine's own bytes stand for rows (`OpaqueRows`), `rows.{start}` is U8
 (bytes,). A few megabytes at a time are copied, whatever the size of the cache. `state` U8 (bytes,), before the text,
 holds the state of recurrent layers.
-Its size is checked before any allocation, its digest before any use; an engine's own bytes are for that engine to check.
+Its size is checked before any allocation, its digest before any use; what an engine stored is for that engine to check.
 """
 
 from __future__ import annotations
