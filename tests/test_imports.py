@@ -81,7 +81,7 @@ BUDGETS = {
     "apps": 20,
     "apps/bench": 5270,  # quality: pieces of any text, sizes, types of llama.cpp, one reading of the reference
     "apps/cli": 4440,  # GGUF files on our own kernel: made into bundles, planned unprepared; bits that are chosen
-    "apps/desktop": 4500,  # GGUF files that are not prepared yet
+    "apps/desktop": 4510,  # GGUF files that are not prepared yet
     "apps/server": 4010,  # uvicorn carries the connections
     "apps/terminal": 440,
     "edgeinfer": 4530,  # the thread of event loops, of the server until now
@@ -121,7 +121,7 @@ BUDGETS = {
     "runtime/tuning": 1270,
     "runtime/weights": 1140,
     "tests": 5180,  # GGUF files on our own kernel; damaged ones with every type
-    "tests/apps": 14430,  # scores on tasks; settings of a chat are not lost
+    "tests/apps": 14450,  # scores on tasks; settings of a chat are not lost
     "tests/docs": 820,
     "tests/edgeinfer": 15780,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
     "tests/export": 8060,  # GGUF files on our own kernel: every family, both ways; checks after converting

@@ -45,6 +45,7 @@ class ModelControl:
         self._planner = planner
         self._library = library
         self._feed = feed
+        self._given = 0  # states given so far: a window keeps the latest, in whatever order they arrive
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampling: Mapping[str, Any] = {}
         self._most_context: int | None = None
@@ -97,7 +98,9 @@ class ModelControl:
             state = HostState("loading", self._wanted.model)
         known = state.status != "empty"
         progress = {"stage": state.stage, "done": state.done, "total": state.total}
+        self._given += 1
         data: dict[str, Any] = {
+            "number": self._given,
             "status": state.status,
             "id": id_of(state.model) if known else None,
             "name": shown_name(state.model) if known else None,

@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { count, size } from "./format.js";
 import { openModels } from "./models.js";
-import { change, get } from "./store.js";
+import { change, get, takeModel } from "./store.js";
 import { report, toast } from "./toast.js";
 
 /** Loads it, for a conversation where one is named; false where that many tokens do not fit. */
@@ -21,7 +21,7 @@ export async function loadContext(context, conversation = null) {
     const shown = get().conversation;
     if (conversation && shown?.id === conversation)
       change({ conversation: { ...shown, choice: loading.choice ?? null } });
-    change({ model: loading });
+    takeModel(loading);
     return true;
   } catch (failure) {
     report(failure);

@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { settingsSaver } from "./saving.js";
-import { change, get } from "./store.js";
+import { change, get, takeModel } from "./store.js";
 import { report, toast } from "./toast.js";
 
 const RETRY_MS = 1000;
@@ -55,7 +55,7 @@ async function open(refresh, changed) {
 
 function noteModel(model) {
   const before = get().model;
-  change({ model });
+  takeModel(model);
   // Each model brings its own defaults.
   if (model.status === "ready" && before?.status !== "ready") readDefaults();
 }

@@ -8,7 +8,7 @@ import { createDownloads, createImport } from "./downloads.js";
 import { bits, count, parameters, size } from "./format.js";
 import { createModelList } from "./model-list.js";
 import { createPlanView } from "./plan.js";
-import { change, follow, get } from "./store.js";
+import { change, follow, get, takeModel } from "./store.js";
 import { report, toast } from "./toast.js";
 
 const PLAN_WAIT_MS = 150;
@@ -302,7 +302,7 @@ async function loadChosen(body) {
     if (body.default) change({ settings: { ...settings, model, model_name: name, memory, context } });
     if (body.conversation && conversation?.id === body.conversation)
       change({ conversation: { ...conversation, choice: loading.choice ?? null } });
-    change({ model: loading });
+    takeModel(loading);
     dialog.close();
     document.getElementById("prompt").focus();
   } catch (failure) {

@@ -10,7 +10,7 @@ import { isKept } from "./files.js";
 import { count, size } from "./format.js";
 import { loadContext } from "./growing.js";
 import { openModels } from "./models.js";
-import { change, follow, get } from "./store.js";
+import { follow, get, takeModel } from "./store.js";
 import { report } from "./toast.js";
 import { path } from "./tree.js";
 
@@ -109,7 +109,7 @@ function settingsOf({ memory, context }) {
 /** Loads what a conversation uses; new chats go on with the model they had. */
 async function load({ model, memory, context }) {
   try {
-    change({ model: await api.loadModel({ model, memory, context, default: false }) });
+    takeModel(await api.loadModel({ model, memory, context, default: false }));
   } catch (failure) {
     report(failure);
   }

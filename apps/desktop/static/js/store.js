@@ -34,6 +34,11 @@ export function change(part) {
   for (const listener of called) listener(state);
 }
 
+/** Takes over a state of the model unless a newer one is known: an answer may arrive behind the event that follows it. */
+export function takeModel(model) {
+  if (model.number >= (state.model?.number ?? 0)) change({ model });
+}
+
 /** Calls `listener` after a change of any of `names`, and once now. */
 export function follow(names, listener) {
   for (const name of names) listeners.set(name, [...(listeners.get(name) ?? []), listener]);

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import APIResponse, Route, expect
 
 from tests.apps.desktop.browser.app_process import App, make_models, running
 from tests.apps.desktop.browser.window import Window
@@ -108,6 +108,20 @@ def test_switching_models_under_a_budget(own: Window) -> None:
     expect(own.page.locator(".meter")).to_contain_text("/ 512")
     button.click()
     expect(own.models.get_by_role("option", name=re.compile("second-tales"))).to_contain_text("loaded")
+
+
+def test_an_answer_that_comes_late_does_not_undo_what_was_loaded(own: Window) -> None:
+    """The events of a small model overtake the answer to the request that loads it, which says that it is loading."""
+    late: list[tuple[Route, APIResponse]] = []
+    own.page.route(re.compile("/model/load$"), lambda route: late.append((route, route.fetch())))
+    own.choose_model("second-tales")
+    own.models.locator("#load-button").click()
+    expect(own.page.locator("#model-button .name")).to_have_text(re.compile("second-tales", re.IGNORECASE))
+    own.wait_ready()
+    ((route, answer),) = late
+    route.fulfill(response=answer)
+    expect(own.models).to_be_hidden()
+    own.wait_ready()
 
 
 def test_unloading_frees_the_model_and_says_so(own: Window) -> None:
