@@ -207,15 +207,18 @@ class Scheduler:
     def __init__(self, backend: Backend, prompt_rows: int) -> None:
         self._backend = backend
         self._prompt_rows = prompt_rows
-        self._share, self._shares = PromptShare(prompt_rows), False  # whether sequences may share passes
-        self._make_room: Callable[[int], None] = _nothing
-        self._pass_ms: Callable[[], Callable[[int], float] | None] = _unknown
-        self._draft_rows = 0
-        self._on_pass_ms: Callable[[int, float], None] = _unheard
-        self.batch_size = 1
+        self._share, self._draft_rows = PromptShare(prompt_rows), 0
+        self.unshare()
         self._tasks: list[SequenceTask] = []  # the oldest first
         self._alone: tuple[SequenceTask, Backend] | None = None  # whose pass runs by itself
-        self._awaited = False  # somebody wants to have a word before the next pass
+        self._awaited = False  # `interrupt` was called: the next step returns before its pass
+
+    def unshare(self) -> None:
+        """One sequence has the backend to itself again."""
+        self._shares, self.batch_size = False, 1  # whether sequences may share passes
+        self._make_room: Callable[[int], None] = _nothing
+        self._pass_ms: Callable[[], Callable[[int], float] | None] = _unknown
+        self._on_pass_ms: Callable[[int, float], None] = _unheard
 
     def share(
         self,
@@ -238,11 +241,6 @@ class Scheduler:
         self._share, self._shares = PromptShare(self._prompt_rows, inter_token_latency), True
         self._make_room, self._pass_ms = make_room, pass_ms
         self._draft_rows, self._on_pass_ms = draft_rows, on_pass_ms
-
-    def unshare(self) -> None:
-        """One sequence has the backend to itself again."""
-        self._shares, self.batch_size = False, 1
-        self._make_room, self._pass_ms, self._on_pass_ms = _nothing, _unknown, _unheard
 
     def add(self, task: SequenceTask) -> None:
         """Add a task, which goes on with the next step."""
@@ -528,11 +526,11 @@ def _pages_for(cache: KVCache, rows: int) -> int:
 
 
 def _unknown() -> None:
-    """Times of passes that are not measured."""
+    """Default of `pass_ms`: times of passes are not known."""
 
 
 def _unheard(rows: int, ms: float) -> None:
-    """Who listens to no times of passes."""
+    """Default of `on_pass_ms`: nothing learns from times of passes."""
 
 
 def shares_passes(backend: Backend) -> bool:

@@ -61,7 +61,7 @@ async function open(id) {
     const conversation = await api.getConversation(id);
     // While it was read another may have been asked for.
     if (location.hash !== `#/chat/${id}`) return;
-    // What was read may be older than a reply that has begun meanwhile, or than a change.
+    // What was read may be older than a reply that has started meanwhile, or than a change.
     if (before !== changes) {
       open(id);
       return;
