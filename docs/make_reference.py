@@ -15,8 +15,8 @@ import edgeinfer
 from edgeinfer.apps.cli.main import COMMANDS, build_parser
 from edgeinfer.apps.cli.parser import Parser
 from edgeinfer.core.options import ConfigOption, options_of
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.reply import ReplyOptions
 
 _WIDTH = "88"
 # What everybody uses stands before the rest.
@@ -84,7 +84,7 @@ def _options() -> str:
         "An option has one name: `draft_max` in Python is `--draft-max` on the command line and `draft_max` in a "
         "request.",
     ]
-    for title, configuration, asked in (("Loading", LoadConfig, False), ("Generating", GenerationConfig, True)):
+    for title, configuration, asked in (("Loading", LoadOptions, False), ("Generating", ReplyOptions, True)):
         parts.append(f"## {title}")
         groups: dict[str, list[ConfigOption]] = {}
         for declared in options_of(configuration).values():

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
         UserError,
     )
     from edgeinfer.core.options.decoding import ReducedCompute, Search, Speculation
-    from edgeinfer.core.options.load import Cache, LoadConfig
-    from edgeinfer.core.options.reply import GenerationConfig, Sampling
-    from edgeinfer.core.options.types import GenerationOptions, LoadOptions
+    from edgeinfer.core.options.load import Cache, LoadOptions
+    from edgeinfer.core.options.reply import ReplyOptions, Sampling
+    from edgeinfer.core.options.types import LoadDict, ReplyDict
     from edgeinfer.core.results import Chunk, Result
     from edgeinfer.generation import TokenStream
     from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
@@ -58,13 +58,13 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterError", "AsyncTokenStream", "BackendError", "BudgetError", "BundleError", "Cache", "CapabilityError",
     "CatalogModel", "Chat", "CheckpointError", "Chunk", "Context", "ContextLengthError", "ContextModel", "DeviceError",
-    "EdgeInferError", "FoundModel", "GenerationConfig", "GenerationOptions", "GrammarError", "HubError",
-    "InternalError", "LoadConfig", "LoadOptions", "LocalModel", "MemoryPlan", "Model", "ModelError", "ModelFacts",
-    "NativeUnavailableError", "Offer", "PromptError", "ReducedCompute", "RemoteError", "ReplyBatch", "Result",
-    "Sampling", "Search", "Speculation", "StorageError", "TemplateError", "TokenStream", "TokenizerError",
-    "UnshareableError", "UnsupportedArchitectureError", "UsageError", "UserError", "VerificationStream", "aload",
-    "catalog", "describe", "evaluate", "list_devices", "list_models", "load", "offers", "plan", "pull", "remove_model",
-    "search_hub", "tools", "verify",
+    "EdgeInferError", "FoundModel", "GrammarError", "HubError", "InternalError", "LoadDict", "LoadOptions",
+    "LocalModel", "MemoryPlan", "Model", "ModelError", "ModelFacts", "NativeUnavailableError", "Offer", "PromptError",
+    "ReducedCompute", "RemoteError", "ReplyBatch", "ReplyDict", "ReplyOptions", "Result", "Sampling", "Search",
+    "Speculation", "StorageError", "TemplateError", "TokenStream", "TokenizerError", "UnshareableError",
+    "UnsupportedArchitectureError", "UsageError", "UserError", "VerificationStream", "aload", "catalog", "describe",
+    "evaluate", "list_devices", "list_models", "load", "offers", "plan", "pull", "remove_model", "search_hub", "tools",
+    "verify",
 ]  # fmt: skip
 __version__ = _VERSION
 
@@ -89,9 +89,9 @@ _NAMES = {
     "hub": "CatalogModel FoundModel Offer catalog offers search_hub",
     "installed": "LocalModel ModelFacts describe list_models pull remove_model verify",
     "core.options.decoding": "ReducedCompute Search Speculation",
-    "core.options.load": "Cache LoadConfig",
-    "core.options.reply": "GenerationConfig Sampling",
-    "core.options.types": "GenerationOptions LoadOptions",
+    "core.options.load": "Cache LoadOptions",
+    "core.options.reply": "ReplyOptions Sampling",
+    "core.options.types": "LoadDict ReplyDict",
     "core.results": "Chunk Result",
     "model": "MemoryPlan Model TokenStream VerificationStream",
     "tools": "evaluate list_devices",

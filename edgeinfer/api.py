@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Unpack
 
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.types import LoadOptions
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.types import LoadDict
 from edgeinfer.core.results import Progress
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts
 from edgeinfer.loading import make_parts, open_model, plan_of, planned_by, within_budget
@@ -17,21 +17,21 @@ from edgeinfer.runtime.system.memory import allocating
 from edgeinfer.tokenizing import chat_template
 
 
-def load(model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadOptions]) -> Model:
+def load(model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadDict]) -> Model:
     """Load a model.
 
     Args:
         model: a bundle or checkpoint directory, a .gguf file, ORG/NAME of the hub or a name of `catalog`; None is the
             built-in model. A model that is not on this machine is fetched, and a checkpoint converted, once.
         progress: called with a stage, steps done and steps in all while weights are converted, once on a device.
-        options: memory="600MB", context=4096, threads=4 and the other keys of `LoadOptions`, which documents each.
+        options: memory="600MB", context=4096, threads=4 and the other keys of `LoadDict`, which documents each.
 
     Raises:
         ModelError, StorageError: the bundle is missing or damaged; there is no place for converted weights.
         BudgetError: it does not fit `memory`; the error carries the breakdown and the smallest budget that would do.
         UsageError: an option is unknown or out of range.
     """
-    config = LoadConfig.of(**options)
+    config = LoadOptions.of(**options)
     started = time.perf_counter()
     with allocating("The model"):
         facts, planned = within_budget(open_model(model, config, progress), config)
@@ -43,7 +43,7 @@ def load(model: str | Path | None = None, *, progress: Progress | None = None, *
     return Model(lifecycle, chat_template(facts.bundle), config.inter_token_latency)
 
 
-def plan(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> MemoryPlan:
+def plan(model: str | Path | None = None, **options: Unpack[LoadDict]) -> MemoryPlan:
     """Plan what `load` with the same arguments would take and how fast it would run, and list the alternatives.
 
     Nothing is loaded. A plan that does not fit is returned too.
@@ -55,13 +55,13 @@ def plan(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> Mem
     Raises:
         ModelError, UsageError: as `load`.
     """
-    config = LoadConfig.of(**options)
+    config = LoadOptions.of(**options)
     with planned_by(model, config) as found:
         return plan_of(open_model(found, config), config, all_ways=True)
 
 
 async def aload(
-    model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadOptions]
+    model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadDict]
 ) -> Model:
     """`load` for asynchronous programs: the event loop keeps running.
 

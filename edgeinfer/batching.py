@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, cast
 import numpy as np
 
 from edgeinfer.core.errors import CapabilityError, UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Result
 from edgeinfer.generation import TokenStream
@@ -328,7 +328,7 @@ class Replies:
         latency = self._latency if streamed or self._latency is not None else math.inf
         return ReplyBatch(self.idle(), self, parallel, latency)
 
-    def all(self, prompts: abc.Sequence[list[int]], config: GenerationConfig, parallel: int) -> list[Result]:
+    def all(self, prompts: abc.Sequence[list[int]], config: ReplyOptions, parallel: int) -> list[Result]:
         """The replies to several prompts, made side by side."""
         require_shareable(config)
         if parallel < 1:

@@ -11,7 +11,7 @@ from edgeinfer.async_replies import AsyncTokenStream
 from edgeinfer.bundle.writing import write_file
 from edgeinfer.core.errors import PromptError, TemplateError, UsageError, shown
 from edgeinfer.core.options import format_size
-from edgeinfer.core.options.types import GenerationOptions
+from edgeinfer.core.options.types import ReplyDict
 from edgeinfer.core.results import ModelInfo, Result
 from edgeinfer.generation import TokenStream
 from edgeinfer.model_thread import ModelThread
@@ -76,11 +76,11 @@ class Chat:
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + [dict(turn) for turn in self._turns]
 
-    def send(self, text: str, **options: Unpack[GenerationOptions]) -> Result:
+    def send(self, text: str, **options: Unpack[ReplyDict]) -> Result:
         """Answer a user message and return the whole reply; arguments and errors are those of `stream`."""
         return self.stream(text, **options).complete()
 
-    def stream(self, text: str, **options: Unpack[GenerationOptions]) -> TokenStream:
+    def stream(self, text: str, **options: Unpack[ReplyDict]) -> TokenStream:
         """Answer a user message chunk by chunk. Once the reply ends, even early, both become part of the conversation.
 
         Args:
@@ -104,11 +104,11 @@ class Chat:
 
         return self._model.stream_chat([*self.messages, asked], on_finish=add, **options)
 
-    async def asend(self, text: str, **options: Unpack[GenerationOptions]) -> Result:
+    async def asend(self, text: str, **options: Unpack[ReplyDict]) -> Result:
         """`send` for asynchronous programs: the event loop keeps running, and a cancelled task ends the reply."""
         return await self.astream(text, **options).complete()
 
-    def astream(self, text: str, **options: Unpack[GenerationOptions]) -> AsyncTokenStream:
+    def astream(self, text: str, **options: Unpack[ReplyDict]) -> AsyncTokenStream:
         """`stream` for asynchronous programs: `async for chunk in chat.astream("Hello"): ...`."""
         return AsyncTokenStream(self._model.reply_thread, lambda: self.stream(text, **options), self)
 

@@ -15,8 +15,8 @@ from edgeinfer.chat import Chat
 from edgeinfer.core.contexts import Context, UnreadContextError
 from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.core.options import require
-from edgeinfer.core.options.reply import GenerationConfig
-from edgeinfer.core.options.types import GenerationOptions
+from edgeinfer.core.options.reply import ReplyOptions
+from edgeinfer.core.options.types import ReplyDict
 from edgeinfer.core.results import ContextUse, ModelInfo, Placement, Result
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelParts
@@ -88,14 +88,14 @@ class ContextModel:
         """Which model it is."""
         return self._texts.lifecycle.facts.info
 
-    def generate(self, prompt: str, **options: Unpack[GenerationOptions]) -> Result:
+    def generate(self, prompt: str, **options: Unpack[ReplyDict]) -> Result:
         """Continue a text after the contexts; options and errors as of `Model.generate`."""
         return self.stream(prompt, **options).complete()
 
-    def stream(self, prompt: str, **options: Unpack[GenerationOptions]) -> TokenStream:
+    def stream(self, prompt: str, **options: Unpack[ReplyDict]) -> TokenStream:
         """Continue a text after the contexts, chunk by chunk; options and errors as of `Model.stream`."""
         started = time.perf_counter()
-        config = GenerationConfig.of(**options)
+        config = ReplyOptions.of(**options)
         ids = self._texts.prompt(prompt, True, config.parses_prompt)
         prefix = self._texts.prefix_ids
         del ids[: len(prefix)]
@@ -119,12 +119,12 @@ class ContextModel:
         prefill: str = "",
         progress: Callable[[int], None] | None = None,
         on_finish: Callable[[Result], None] | None = None,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[ReplyDict],
     ) -> TokenStream:
         """Answer messages as `Model.stream_chat` does. `progress` is called with the tokens of each pass that evaluates
         contexts; its errors end the reply."""
         started = time.perf_counter()
-        config = GenerationConfig.for_chat(self._texts.lifecycle.facts.sampling, options)
+        config = ReplyOptions.for_chat(self._texts.lifecycle.facts.sampling, options)
         prefix, rest = self._texts.split(messages, prefill)
         contexts = self._made(tuple(prefix), config.adapter, progress)
         return self._replies.start(

@@ -188,8 +188,8 @@ class TokenStream:
         """Let other replies of the model run; return whether that was possible. The next chunk continues the same text.
 
         A reply cannot pause where a context shift may drop parts of its text, nor between the passes of one chunk. Its
-        rows stay where others leave room, else in a prefix cache (LoadConfig.prefix_cache) as far as that has room; the
-        rest is evaluated again.
+        rows stay where others leave room, else in a prefix cache (LoadOptions.prefix_cache) as far as that has room;
+        the rest is evaluated again.
         """
         # The branches of a search are in the cache with the reply.
         if self._parts.sequence.context_shift is not None or (self._strategy.searches and self._made):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from edgeinfer import hub
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import EdgeInferError, HubError, ModelError, UsageError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.hub import resolve
 from edgeinfer.hub.catalog_models import gguf_memory
@@ -151,7 +151,7 @@ def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
         manifest = open_bundle(place.path).manifest
         size = sum(entry.bytes for entry in manifest.files.values())
         bits, quality = round(manifest.bits_per_weight, 3), manifest.quality
-        runs, config = hub.find_model(place.path).path, LoadConfig()
+        runs, config = hub.find_model(place.path).path, LoadOptions()
         if runs not in (None, place.path):
             size += sum(entry.bytes for entry in open_bundle(runs).manifest.files.values())
         # A file that was not prepared yet cannot be planned.

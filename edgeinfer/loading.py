@@ -17,7 +17,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.core.options.decoding import NO_DRAFT_MODEL
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.core.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.hub.cache import note_use, ready
 from edgeinfer.lifecycle import ModelParts
@@ -62,12 +62,12 @@ _log = logging.getLogger("edgeinfer")
 _WORTH_BYTES = 256 * 1024
 
 
-def open_model(model: str | Path | None, config: LoadConfig, progress: Progress | None = None) -> BundleFacts:
+def open_model(model: str | Path | None, config: LoadOptions, progress: Progress | None = None) -> BundleFacts:
     """Open the bundles of a model and its draft model, choose their backends, and look up tuned settings. Errors as
     `facts_of`."""
     target = open_bundle(located(model, config, progress))
     given = config.draft_model not in (None, NO_DRAFT_MODEL)
-    drafter = open_bundle(located(config.draft_model, LoadConfig(), progress)) if given else None
+    drafter = open_bundle(located(config.draft_model, LoadOptions(), progress)) if given else None
     if config.draft_model is None:
         drafter = bundled_drafter(target, config)
     require_models(target, drafter if given else None)
@@ -77,7 +77,7 @@ def open_model(model: str | Path | None, config: LoadConfig, progress: Progress 
 
 
 def _facts(
-    target: Bundle, drafter: Bundle | None, config: LoadConfig, settings: TunedSettings | None = None
+    target: Bundle, drafter: Bundle | None, config: LoadOptions, settings: TunedSettings | None = None
 ) -> BundleFacts:
     facts = dataclasses.replace(facts_of(target, config), option_bytes=OPTION_BYTES)
     if drafter is not None:
@@ -89,7 +89,7 @@ def _facts(
     return tuned(facts, config, settings)
 
 
-def tuned(facts: BundleFacts, config: LoadConfig, settings: TunedSettings) -> BundleFacts:
+def tuned(facts: BundleFacts, config: LoadOptions, settings: TunedSettings) -> BundleFacts:
     """A model with other tuned settings. A draft model shares its threads, whose calls take turns."""
     threads, drafter = thread_count(config, settings), facts.drafter
     if drafter is not None:
@@ -98,13 +98,13 @@ def tuned(facts: BundleFacts, config: LoadConfig, settings: TunedSettings) -> Bu
     return dataclasses.replace(facts, settings=settings, threads=threads, drafter=drafter)
 
 
-def plan_of(facts: BundleFacts, config: LoadConfig, *, all_ways: bool = False, loading: bool = False) -> MemoryPlan:
+def plan_of(facts: BundleFacts, config: LoadOptions, *, all_ways: bool = False, loading: bool = False) -> MemoryPlan:
     """The memory plan of a model; arguments and errors as of `make_plan`."""
     speed = speed_model(facts, profiles_of(facts, config))
     return make_plan(facts, config, speed, all_ways=all_ways, loading=loading)
 
 
-def within_budget(facts: BundleFacts, config: LoadConfig) -> tuple[BundleFacts, MemoryPlan | None]:
+def within_budget(facts: BundleFacts, config: LoadOptions) -> tuple[BundleFacts, MemoryPlan | None]:
     """A model without a draft model that the plan for the budget leaves out, and that plan; None without a budget."""
     if config.memory is None:
         return facts, None
@@ -116,7 +116,7 @@ def _as_planned(facts: BundleFacts, plan: MemoryPlan) -> BundleFacts:
     return facts if plan.configuration.draft_model else dataclasses.replace(facts, drafter=None)
 
 
-def located(model: str | Path | None, config: LoadConfig, progress: Progress | None = None) -> Path:
+def located(model: str | Path | None, config: LoadOptions, progress: Progress | None = None) -> Path:
     """Return the path of a model, which is fetched or converted first if necessary."""
     path = ready(model) if config.bits is None else None
     if path is not None:
@@ -135,7 +135,7 @@ def located(model: str | Path | None, config: LoadConfig, progress: Progress | N
 
 
 @contextlib.contextmanager
-def planned_by(model: str | Path | None, config: LoadConfig) -> Iterator[str | Path | None]:
+def planned_by(model: str | Path | None, config: LoadOptions) -> Iterator[str | Path | None]:
     """A model, or what stands for it in plans while it is not prepared."""
     if config.bits is None and ready(model) is not None:
         yield model
@@ -146,7 +146,7 @@ def planned_by(model: str | Path | None, config: LoadConfig) -> Iterator[str | P
         yield found
 
 
-def digest_of(facts: BundleFacts, config: LoadConfig) -> str:
+def digest_of(facts: BundleFacts, config: LoadOptions) -> str:
     """The digest of a model and the way it runs; its tuned settings are stored under it."""
     return files_digest(facts.bundle, facts.layout, facts.backend, facts.device.name, config.exact)
 
@@ -156,7 +156,7 @@ def fingerprint_for(facts: BundleFacts) -> Fingerprint:
     return Fingerprint.here(facts.engine(), facts.kernel())
 
 
-def profiles_of(facts: BundleFacts, config: LoadConfig) -> Profiles:
+def profiles_of(facts: BundleFacts, config: LoadOptions) -> Profiles:
     """Opens what was measured of each variant of a model on this device, where it may be kept."""
 
     def open_variant(variant: str, *, draft_model: bool) -> DeviceProfile:
@@ -181,7 +181,7 @@ def profiles_of(facts: BundleFacts, config: LoadConfig) -> Profiles:
 
 @allocating("The model")
 def make_parts(
-    facts: BundleFacts, config: LoadConfig, plan: MemoryPlan | None, progress: Progress | None, started: float
+    facts: BundleFacts, config: LoadOptions, plan: MemoryPlan | None, progress: Progress | None, started: float
 ) -> ModelParts:
     """Load a model while its files are verified; replies wait for the verification of large ones.
 
@@ -209,9 +209,9 @@ def make_parts(
 
 def _make_somewhere(
     facts: BundleFacts,
-    config: LoadConfig,
+    config: LoadOptions,
     plan: MemoryPlan | None,
-    make: Callable[[BundleFacts, LoadConfig, MemoryPlan | None], ModelParts],
+    make: Callable[[BundleFacts, LoadOptions, MemoryPlan | None], ModelParts],
 ) -> ModelParts:
     """Make the parts, on the CPU where the device fails."""
     target, drafter = facts.bundle, None if facts.drafter is None else facts.drafter.bundle
@@ -237,7 +237,7 @@ def _make_parts(
     started: float,
     verification: Verification,
     facts: BundleFacts,
-    config: LoadConfig,
+    config: LoadOptions,
     plan: MemoryPlan | None,
 ) -> ModelParts:
     """Make the parts on the device of the facts or not at all."""
@@ -293,7 +293,7 @@ def _make_parts(
 
 
 def _remote(
-    config: LoadConfig, tokenizer: TokenizerLike, begin_ids: tuple[int, ...], eos_ids: frozenset[int]
+    config: LoadOptions, tokenizer: TokenizerLike, begin_ids: tuple[int, ...], eos_ids: frozenset[int]
 ) -> RemoteDeciding:
     # Here, as few programs let another server decide.
     from edgeinfer.runtime.remote.decoding import remote_deciding

@@ -16,8 +16,8 @@ from edgeinfer.batching import Replies, ReplyBatch, can_share
 from edgeinfer.chat import Chat
 from edgeinfer.core.contexts import Context
 from edgeinfer.core.errors import ModelError, UsageError
-from edgeinfer.core.options.reply import GenerationConfig
-from edgeinfer.core.options.types import GenerationOptions, Prompt
+from edgeinfer.core.options.reply import ReplyOptions
+from edgeinfer.core.options.types import Prompt, ReplyDict
 from edgeinfer.core.results import ExpertUse, LoadCosts, ModelInfo, Placement, Result
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts, resume, save
@@ -58,12 +58,12 @@ class Model:
         self.reply_thread = ModelThread(parallel, weakref.ref(self), daemon=False)
         self._context_models: dict[tuple[object, ...], ContextModel] = {}
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
+    def generate(self, prompt: Prompt, **options: Unpack[ReplyDict]) -> Result:
         """Continue a prompt and return the whole reply.
 
         Args:
             prompt: text, or token ids.
-            options: max_tokens=100, temperature=0.7, stop="." and the other keys of `GenerationOptions`, which
+            options: max_tokens=100, temperature=0.7, stop="." and the other keys of `ReplyDict`, which
                 documents each.
 
         Raises:
@@ -73,22 +73,22 @@ class Model:
         """
         return self.stream(prompt, **options).complete()
 
-    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TokenStream:
+    def stream(self, prompt: Prompt, **options: Unpack[ReplyDict]) -> TokenStream:
         """Continue a prompt chunk by chunk: `for chunk in model.stream("Once"): print(chunk.text, end="")`.
 
         Arguments and errors are those of `generate`.
         """
         started = time.perf_counter()
-        config = GenerationConfig.of(**options)
+        config = ReplyOptions.of(**options)
         ids = self._prompt_ids(prompt, config)
         return self._replies.start(GenerationRequest(prompt=ids, config=config, started=started, continues=True))
 
-    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
+    async def agenerate(self, prompt: Prompt, **options: Unpack[ReplyDict]) -> Result:
         """`generate` for asynchronous programs, with its arguments and errors: the event loop keeps running, and a
         cancelled task ends the reply."""
         return await self.astream(prompt, **options).complete()
 
-    def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncTokenStream:
+    def astream(self, prompt: Prompt, **options: Unpack[ReplyDict]) -> AsyncTokenStream:
         """`stream` for asynchronous programs: `async for chunk in model.astream("Once"): print(chunk.text, end="")`.
 
         As many replies as the model was loaded for with `parallel` share passes; more, and those of one conversation,
@@ -107,7 +107,7 @@ class Model:
         tokens: Sequence[int] | None = None,
         calls: CallMark | None = None,
         on_finish: Callable[[Result], None] | None = None,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[ReplyDict],
     ) -> TokenStream:
         """Answer OpenAI-style messages, chunk by chunk.
 
@@ -127,7 +127,7 @@ class Model:
             UsageError, PromptError, ContextLengthError: as `generate`.
         """
         started = time.perf_counter()
-        config = GenerationConfig.for_chat(self.sampling, options)
+        config = ReplyOptions.for_chat(self.sampling, options)
         asked: dict[str, Any] = {"tools": tools, "variables": variables, "prefill": prefill, "fitting": True}
         asked["parse_special"] = config.parses_content
         if tokens is None:
@@ -189,7 +189,7 @@ class Model:
         given = {name: value for name, value in request.items() if value is not None}
         return chat_completion(self, messages, stream=stream, **given)
 
-    def check(self, **options: Unpack[GenerationOptions]) -> None:
+    def check(self, **options: Unpack[ReplyDict]) -> None:
         """Validate options of `generate` without generating. Safe from any thread. A hostile schema or grammar takes
         some seconds to recognize, which a reply with the same options then saves.
 
@@ -198,9 +198,9 @@ class Model:
         """
         from edgeinfer.runtime.sampling.grammar import check_grammar
 
-        check_grammar(GenerationConfig.of(**options))
+        check_grammar(ReplyOptions.of(**options))
 
-    def _prompt_ids(self, prompt: Prompt, config: GenerationConfig) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt, config: ReplyOptions) -> list[int]:
         ids = self.tokenize_prompt(prompt, parse_special=config.parses_prompt) if isinstance(prompt, str) else prompt
         return token_ids(ids)
 
@@ -255,7 +255,7 @@ class Model:
         return self._replies.batch(parallel, streamed)
 
     def generate_batch(
-        self, prompts: Sequence[Prompt], *, parallel: int = 8, **options: Unpack[GenerationOptions]
+        self, prompts: Sequence[Prompt], *, parallel: int = 8, **options: Unpack[ReplyDict]
     ) -> list[Result]:
         """Continue several prompts side by side in shared passes; each reply is the one that `generate` gives.
 
@@ -271,7 +271,7 @@ class Model:
             PromptError, ContextLengthError, UsageError: as `generate`.
             CapabilityError, UnshareableError: replies of this model, or of these options, cannot share passes.
         """
-        config = GenerationConfig.of(**options)
+        config = ReplyOptions.of(**options)
         return self._replies.all([self._prompt_ids(prompt, config) for prompt in several(prompts)], config, parallel)
 
     def chat_batch(
@@ -279,7 +279,7 @@ class Model:
         conversations: Sequence[Sequence[Mapping[str, Any]]],
         *,
         parallel: int = 8,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[ReplyDict],
     ) -> list[Result]:
         """Answer several conversations side by side, as `generate_batch` continues prompts.
 
@@ -291,7 +291,7 @@ class Model:
         Raises:
             TemplateError: the model has no chat template, or its template rejects some messages.
         """
-        config = GenerationConfig.for_chat(self.sampling, options)
+        config = ReplyOptions.for_chat(self.sampling, options)
         special = config.parses_content
         ids = [self.tokenize_chat(each, fitting=True, parse_special=special) for each in conversations]
         return self._replies.all(ids, config, parallel)
@@ -331,7 +331,7 @@ class Model:
         *,
         further: int = 0,
         acceptance: float = 0.7,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[ReplyDict],
     ) -> VerificationStream:
         """Verify tokens that another model drafted for a reply: one pass accepts those that this model would have made
         itself, and adds one.
@@ -349,7 +349,7 @@ class Model:
             PromptError, ContextLengthError: the prompt is empty, or text and draft leave no room for a token.
             UsageError: an option is unknown, out of range, or not of text that grows token by token.
         """
-        config = GenerationConfig.of(**options)
+        config = ReplyOptions.of(**options)
         require_plain(config)
         request = GenerationRequest(prompt=token_ids(prompt), config=config, reply=tuple(reply), draft=tuple(draft))
         make = functools.partial(VerificationStream, further=further, acceptance=acceptance)

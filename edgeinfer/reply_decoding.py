@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.bundle.additions import read_steering
 from edgeinfer.core.errors import Setting, UnshareableError, UsageError
-from edgeinfer.core.options.reply import MOST_BIASES, GenerationConfig, steering_in
+from edgeinfer.core.options.reply import MOST_BIASES, ReplyOptions, steering_in
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Result
 from edgeinfer.lifecycle import ModelParts
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     prompt: list[int]  # token ids
-    config: GenerationConfig  # how to generate
+    config: ReplyOptions  # how to generate
     started: float = field(default_factory=time.perf_counter)  # time.perf_counter() of the request; by default now
     continues: bool = True  # the reply goes on with the prompt's text, so that a tokenizer's leading space is kept
     reply: tuple[int, ...] = ()  # tokens that it has already
@@ -42,7 +42,7 @@ class GenerationRequest:
 def make_sampler(
     parts: ModelParts,
     prompt: Sequence[int],
-    config: GenerationConfig,
+    config: ReplyOptions,
     constraint: Constraint | None,
     stop_ids: frozenset[int],
 ) -> Sampler:
@@ -74,7 +74,7 @@ def steered(parts: ModelParts, request: GenerationRequest) -> GenerationRequest:
 
 
 def make_constraint(
-    parts: ModelParts, prompt: Sequence[int], config: GenerationConfig, stop_ids: frozenset[int]
+    parts: ModelParts, prompt: Sequence[int], config: ReplyOptions, stop_ids: frozenset[int]
 ) -> tuple[Constraint | None, GrammarCosts | None]:
     """Make the constraint that a reply must follow, if any, and the costs of a grammar."""
     vocabulary = parts.backend.geometry.vocab_size
@@ -129,7 +129,7 @@ def make_strategy(
     return parts.speculator.strategy(sequence, sampler, config, parts.drafting)
 
 
-def is_shareable(config: GenerationConfig) -> bool:
+def is_shareable(config: ReplyOptions) -> bool:
     """Whether a reply can share passes with others."""
     if config.search == "off":
         return config.compute == "full"
@@ -138,7 +138,7 @@ def is_shareable(config: GenerationConfig) -> bool:
     return search_method(config.search).shares
 
 
-def require_shareable(config: GenerationConfig) -> None:
+def require_shareable(config: ReplyOptions) -> None:
     """Refuse options with which a reply cannot share passes."""
     if config.compute != "full":
         message = "Replies side by side cannot take less than the whole model."
@@ -148,7 +148,7 @@ def require_shareable(config: GenerationConfig) -> None:
         raise UnshareableError(message, 'Leave out "search", or use generate().')
 
 
-def require_plain(config: GenerationConfig, *, remote: bool = False) -> None:
+def require_plain(config: ReplyOptions, *, remote: bool = False) -> None:
     """Refuse options by which a reply is not decided token by token, except turns with a server's model (`remote`)."""
     plain = {name: getattr(config, name) is None for name in ("logprobs", "quality_floor", "checker")}
     plain |= {"search": config.search == "off", "verification": find_verification(config.verification).exact}

@@ -18,7 +18,7 @@ from edgeinfer.core.errors import (
     TemplateError,
     shown,
 )
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.options.types import Prompt
 from edgeinfer.core.records import dataclass
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts
@@ -152,7 +152,7 @@ def recommended_sampling(bundle: Bundle) -> dict[str, Any]:
     try:
         config = bundle.read_object("generation_config.json")
         given = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
-        GenerationConfig.of(**given)
+        ReplyOptions.of(**given)
     except EdgeInferError:
         return {}
     return given if config.get("do_sample", True) is True else {}

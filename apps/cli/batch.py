@@ -13,7 +13,7 @@ from edgeinfer.apps.cli.options import add_load_options, add_options, given_opti
 from edgeinfer.apps.cli.output import print_json, print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.core.errors import StorageError, UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
@@ -51,7 +51,7 @@ def add_batch(commands: Subparsers) -> None:
         "max_tokens": "maximum number of tokens of replies whose requests do not say it",
         "temperature": "sampling temperature of replies whose requests do not say it (default: the model's, or 0)",
     }
-    add_options(parser, GenerationConfig, _DEFAULTS, help=help)
+    add_options(parser, ReplyOptions, _DEFAULTS, help=help)
     add_json_option(parser)
 
 
@@ -64,7 +64,7 @@ def execute(args: argparse.Namespace) -> int:
         raise UsageError(f"--parallel {args.parallel} is out of range.", "Give 1 or more.")
     loading = load_options(args)
     defaults = given_options(args, _DEFAULTS)
-    GenerationConfig.of(**defaults)
+    ReplyOptions.of(**defaults)
     requests = BatchInput.open(args.requests)
     _check_output(args.requests, args.output, replaces=args.force)
     _tell_damaged(requests)

@@ -17,7 +17,7 @@ from edgeinfer.apps.cli.output import Progress, print_result, print_table, progr
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.core.errors import PromptError, UsageError
 from edgeinfer.core.options import format_size
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
@@ -50,7 +50,7 @@ def add_eval(commands: Subparsers) -> None:
     parser.add_argument("--top-k", type=int, default=10, metavar="K", help=text)
     text = "memory budget for the model, such as 600MB; the reference comes on top"
     add_options(
-        parser, LoadConfig, _OPTIONS, help={"memory": text, "kv": "KV cache data type of the model (default: floats)"}
+        parser, LoadOptions, _OPTIONS, help={"memory": text, "kv": "KV cache data type of the model (default: floats)"}
     )
     add_json_option(parser)
 
@@ -74,7 +74,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.reference is None and args.what != "ppl":
         raise UsageError(f"eval {args.what} needs a reference model.", "Name the original model with --reference.")
     options = given_options(args, _OPTIONS)
-    LoadConfig(**options)
+    LoadOptions(**options)
     texts = _texts(args)
     with progress_bar(enabled=not args.json) as progress, _reference(args.reference, progress) as reference:
         result = edgeinfer.evaluate(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from edgeinfer.apps.cli.output import print_note, print_table, progress_bar
 from edgeinfer.core.errors import PromptError
 from edgeinfer.core.options import format_size
-from edgeinfer.core.options.load import ENGINE_OPTIONS, LoadConfig
+from edgeinfer.core.options.load import ENGINE_OPTIONS, LoadOptions
 from edgeinfer.core.user_files import decode_text
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
             calibrated=options.get("calibration", True),
             progress=progress or (lambda *_: None),
             choose=type_question(chosen.append),
-            llamacpp=LoadConfig.of(**{n: options[n] for n in ENGINE_OPTIONS if n in options}).wants_llamacpp,
+            llamacpp=LoadOptions.of(**{n: options[n] for n in ENGINE_OPTIONS if n in options}).wants_llamacpp,
         )
     if chosen:
         return chosen[0], rest
@@ -154,7 +154,7 @@ def engine_of(model: str | None, options: Mapping[str, Any]) -> dict[str, str | 
     file = hub.find_model(model).file
     if file is None:
         return None
-    asked = LoadConfig.of(**{name: options[name] for name in ENGINE_OPTIONS if name in options}).wants_llamacpp
+    asked = LoadOptions.of(**{name: options[name] for name in ENGINE_OPTIONS if name in options}).wants_llamacpp
     reason = "its options ask for it" if asked else hub.refusal(file)
     return {"engine": "native" if reason is None else "llamacpp", "reason": reason}
 

@@ -17,15 +17,15 @@ from edgeinfer.apps.cli.inputs import prepared, read_stdin, read_text, utf8
 from edgeinfer.apps.cli.output import progress_bar
 from edgeinfer.core.errors import Setting, UsageError, shown
 from edgeinfer.core.options import ConfigOption, is_integer, options_of, parse_size
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.reply import ReplyOptions
 
 if TYPE_CHECKING:
     from edgeinfer import Model
     from edgeinfer.apps.cli.parser import Parser
 
 
-# Options of LoadConfig by subject, in the order of help.
+# Options of LoadOptions by subject, in the order of help.
 MEMORY = (
     *("memory", "context", "kv", "overflow", "weights", "expert_memory", "counted", "prefill_chunk", "profile"),
     *("prefix_cache", "structured"),
@@ -39,10 +39,10 @@ REMOTE = (
 )
 # Other users of the machine can see arguments.
 _REMOTE_KEY = "EDGEINFER_REMOTE_KEY"
-_DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
+_DECLARED = {**options_of(LoadOptions), **options_of(ReplyOptions)}
 _DEFAULT = re.compile(r"\(default: [^)]*\)")
 # Options of a reply that commands offer.
-GENERATION = tuple(name for name, option in options_of(GenerationConfig).items() if option.flags)
+GENERATION = tuple(name for name, option in options_of(ReplyOptions).items() if option.flags)
 
 
 def add_model_option(parser: Parser) -> None:
@@ -56,16 +56,16 @@ def add_model_option(parser: Parser) -> None:
 
 
 def add_load_options(parser: Parser, *, converts: bool = True, remote: bool = False) -> None:
-    """Add -m and the options of LoadConfig: those of conversions if the command converts checkpoints, and of remote
+    """Add -m and the options of LoadOptions: those of conversions if the command converts checkpoints, and of remote
     servers."""
     add_model_option(parser)
-    add_options(parser, LoadConfig, (*LOADING, *(CONVERTING if converts else ()), *(REMOTE if remote else ())))
+    add_options(parser, LoadOptions, (*LOADING, *(CONVERTING if converts else ()), *(REMOTE if remote else ())))
 
 
 def add_generation_options(
     parser: Parser, limit: str = "until the context is full", usual: Mapping[str, str] | None = None
 ) -> None:
-    """Add the options of GenerationConfig except those that loading has too, such as --speculation. `limit` and `usual`
+    """Add the options of ReplyOptions except those that loading has too, such as --speculation. `limit` and `usual`
     say defaults of the command in words."""
     help = {
         "max_tokens": f"maximum number of tokens to generate (default: {limit})",
@@ -77,7 +77,7 @@ def add_generation_options(
     names = [name for name in GENERATION if name not in LOADING]
     add_options(
         parser,
-        GenerationConfig,
+        ReplyOptions,
         sorted(names, key=lambda name: _group(name) != _group("choices")),
         help=help,
         usual=usual,
@@ -181,7 +181,7 @@ def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str
         options["adapters"] = dict(options["adapters"])
     if "remote" in options and (key := os.environ.get(_REMOTE_KEY)):
         options["remote_key"] = key
-    LoadConfig.of(**options)
+    LoadOptions.of(**options)
     return options
 
 
@@ -209,7 +209,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         if name in options:
             given = options[name]
             options[name] = utf8(given, flag) if isinstance(given, str) else tuple(utf8(text, flag) for text in given)
-    GenerationConfig(**options)
+    ReplyOptions(**options)
     return options
 
 

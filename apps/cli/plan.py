@@ -15,7 +15,7 @@ from edgeinfer.apps.cli.output import print_json, print_result, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.core.errors import BudgetError
 from edgeinfer.core.options import format_size
-from edgeinfer.core.options.load import ENGINE_OPTIONS, LoadConfig
+from edgeinfer.core.options.load import ENGINE_OPTIONS, LoadOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ _BAR = 40
 def add_plan(commands: Subparsers) -> None:
     parser = add_command(commands, "plan", execute, _DESCRIPTION)
     add_model_option(parser)
-    add_options(parser, LoadConfig, _PLANNED)
+    add_options(parser, LoadOptions, _PLANNED)
     parser.add_argument("-v", "--verbose", action="store_true", help="show every term of the plan and every setting")
     parser.add_argument("--curve", action="store_true", help="show the speed that every budget gives, as bars")
     add_json_option(parser)

@@ -23,7 +23,7 @@ from edgeinfer.apps.cli.process import end_start
 from edgeinfer.apps.terminal.endings import EndingHints, cancel_on_interrupt, ending
 from edgeinfer.core.errors import PromptError, TemplateError, UsageError
 from edgeinfer.core.options import format_size
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 
 if TYPE_CHECKING:
     from edgeinfer import Model, Result, TokenStream
@@ -74,7 +74,7 @@ def execute(args: argparse.Namespace) -> int:
     system = None if args.system is None else utf8(args.system, "--system")
     options = generation_options(args)
     loading = load_options(args)
-    config = GenerationConfig.of(**options)
+    config = ReplyOptions.of(**options)
     if config.follows_grammar:
         loading.setdefault("structured", True)
     prompt = _prompt(args)

@@ -15,7 +15,7 @@ from edgeinfer.apps.cli.options import add_load_options, load_options
 from edgeinfer.apps.cli.output import abandon_stdout
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.core.options import format_size, options_of, parse_size
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 
 if TYPE_CHECKING:
     from edgeinfer import Model
@@ -58,7 +58,7 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--parallel", type=int, default=8, metavar="N", help=text)
     text = "number of requests that may wait beyond these (default: 64)"
     group.add_argument("--queue", type=int, default=64, metavar="N", help=text)
-    text = options_of(LoadConfig)["inter_token_latency"].help
+    text = options_of(LoadOptions)["inter_token_latency"].help
     group.add_argument("--inter-token-latency", type=float, metavar="MS", help=text)
     text = "additional name for the model in requests; can be repeated"
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)

@@ -159,7 +159,7 @@ class DesktopConfig:
     port: int = 0  # 0 picks a free one
     window: bool = True  # show the page; otherwise only report its address
     settings: Mapping[str, Any] = field(default_factory=dict)  # settings of this run only
-    # LoadConfig fields for every model, but for memory and context.
+    # LoadOptions fields for every model, but for memory and context.
     options: Mapping[str, Any] = field(default_factory=dict)
     models: Sequence[Path] = ()  # further folders to search for models
 

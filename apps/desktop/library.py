@@ -210,7 +210,7 @@ _LEFT_BYTES = 6_000_000
 
 
 class Planner:
-    """Makes plans with LoadConfig fields for every model; may be used from any thread."""
+    """Makes plans with LoadOptions fields for every model; may be used from any thread."""
 
     def __init__(self, options: Mapping[str, Any] | None = None, parallel: int = 1) -> None:
         self._parallel = parallel
@@ -233,7 +233,7 @@ class Planner:
             self._empty["interpreter"] += _LEFT_BYTES
 
     def plan(self, model: str | None, memory: int | None = None, **options: Any) -> dict[str, Any]:
-        """Make a plan as JSON, within a budget in bytes; LoadConfig fields that are None are the defaults."""
+        """Make a plan as JSON, within a budget in bytes; LoadOptions fields that are None are the defaults."""
         given = self._options | {name: value for name, value in options.items() if value is not None}
         with self._lock:
             if memory is not None:

@@ -17,8 +17,8 @@ from typing import Any, Self
 from edgeinfer.apps.desktop.checks import DiskFullError, check_name, check_text
 from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.core.options import options_of, parse_size
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.user_files import user_data
 
 # Generation options in the window.
@@ -43,7 +43,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(f"Unknown option {name!r}.", f"Known options: {', '.join(OPTIONS)}.")
     when_full = given.get("when_full", WHEN_FULL[0])
     _require(when_full in WHEN_FULL, "when_full", f"one of {', '.join(WHEN_FULL)}")
-    GenerationConfig.of(**{name: value for name, value in given.items() if name != "when_full"})
+    ReplyOptions.of(**{name: value for name, value in given.items() if name != "when_full"})
     return given
 
 
@@ -64,7 +64,7 @@ class AppSettings:
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
         _require(self.theme is None or self.theme in THEMES, "theme", f"one of {', '.join(THEMES)}, or null")
-        context = options_of(LoadConfig)["context"].range
+        context = options_of(LoadOptions)["context"].range
         _require(context is not None and context.holds(self.context), "context", f"{context}, or null")
         _require(self.model is None or (isinstance(self.model, str) and bool(self.model)), "model", "a string, or null")
         check_name(self.model or "", "model")

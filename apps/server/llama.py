@@ -19,7 +19,7 @@ from edgeinfer.apps.server.completions import CompletionKind, NoFrame
 from edgeinfer.apps.server.events import SERVER_SENT
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.core.errors import CapabilityError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import Chunk, Result, TokenLogprob
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
@@ -155,12 +155,12 @@ def default_settings(context: int) -> Event:
     return {"n_ctx": context} | _described({}) | {"seed": _ANY_SEED, "n_predict": -1, "max_tokens": -1}
 
 
-# Options of GenerationConfig that llama.cpp's server calls by the same names.
+# Options of ReplyOptions that llama.cpp's server calls by the same names.
 _SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
 
 
 def _described(options: Mapping[str, Any]) -> Event:
-    config = GenerationConfig().replace(**options)
+    config = ReplyOptions().replace(**options)
     described: Event = {name: getattr(config, name) for name in _SAME_NAMES}
     described |= {"repeat_penalty": config.repetition_penalty, "stop": list(config.stop)}
     described |= {"n_probs": config.logprobs or 0, "grammar": config.grammar or ""}

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from edgeinfer.apps.terminal.endings import EndingHints, cancel_on_interrupt, ending
 from edgeinfer.core.errors import PromptError, Setting, UsageError, UserError
 from edgeinfer.core.options import format_size, nearest, options_of
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.user_files import decode_text, marked_encoding
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class TerminalChat:
             self._show_options()
 
     def _set_option(self, name: str, value: str) -> None:
-        declared = options_of(GenerationConfig)
+        declared = options_of(ReplyOptions)
         if name not in declared:
             meant = nearest(name, declared)
             hint = f"Did you mean {meant}?" if meant else "Such as: /set temperature 0.7"

@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import Any, Literal, NotRequired, Protocol, Self, TypedDict, TypeVar
 
 from edgeinfer.core.contexts import Context
-from edgeinfer.core.options.types import RequestOptions
+from edgeinfer.core.options.types import RequestDict
 from edgeinfer.core.results import Chunk, ModelInfo, Result
 
 
-class ChatRequest(RequestOptions, total=False):
+class ChatRequest(RequestDict, total=False):
     """Fields of a request: OpenAI's, those that change nothing here, and options of `Model.generate`."""
 
     tools: Sequence[Mapping[str, Any]] | None

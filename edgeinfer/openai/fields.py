@@ -8,7 +8,7 @@ from typing import Any
 
 from edgeinfer.core.errors import UsageError, shown
 from edgeinfer.core.options import flat_options, is_integer, nearest, options_of
-from edgeinfer.core.options.reply import FORMS, REPLY_GROUPS, GenerationConfig
+from edgeinfer.core.options.reply import FORMS, REPLY_GROUPS, ReplyOptions
 from edgeinfer.core.version import VERSION
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.schemas import closed
@@ -156,15 +156,15 @@ class Fields:
             self.only(name, OTHERS_FIELDS.get(name) or (), REFUSED_FIELDS[name])
 
     def option(self, name: str, to: str | None = None) -> dict[str, Any]:
-        """A field as the option `to` of GenerationConfig; empty where it is left out."""
+        """A field as the option `to` of ReplyOptions; empty where it is left out."""
         value = _asked(to or name, self._pop(name))
         return {} if value is None else self.checked(name, to or name, value)
 
     def checked(self, name: str, to: str, value: Any) -> dict[str, Any]:
-        """A value as the option `to` of GenerationConfig, checked."""
+        """A value as the option `to` of ReplyOptions, checked."""
         try:
             if to != "method_options":  # which only the methods know that the whole request chooses
-                GenerationConfig.of(**_companion(to, value), **{to: value})
+                ReplyOptions.of(**_companion(to, value), **{to: value})
         except UsageError as error:
             raise RequestError(error.message, error.hint, param=self._where + name) from error
         return {to: value}
@@ -212,7 +212,7 @@ def _asked(option: str, value: Any) -> Any:
     """A field's value in the form of its option; None without an effect, such as another server's value for "off"."""
     if value is None or value == "":
         return None
-    declared = options_of(GenerationConfig).get(option)
+    declared = options_of(ReplyOptions).get(option)
     if declared is not None and declared.range is not None and declared.range.whole:
         value = as_whole(value)
     if option == "stop" and isinstance(value, list | tuple):
@@ -231,7 +231,7 @@ def as_whole(value: Any) -> Any:
 
 def _companion(name: str, value: Any) -> dict[str, Any]:
     """The option that must accompany another, so that one is checked alone; starting the reply checks both."""
-    options = options_of(GenerationConfig)
+    options = options_of(ReplyOptions)
     if name in options and (other := options[name].goes_with):
         return dict([other])
     return {option.name: "." for option in options.values() if option.goes_with == (name, value)}
@@ -246,8 +246,8 @@ MOST_REPLIES = 128  # OpenAI's, as the next
 MOST_ALTERNATIVES = 20
 # The same seed gives the same text with the same fingerprint.
 FINGERPRINT = f"edgeinfer-{VERSION}"
-# The options of GenerationConfig by their own names, and by those of OpenAI's, llama.cpp's and vLLM's servers.
-_OPTIONS = {field: name for name, option in options_of(GenerationConfig).items() for field in option.wire}
+# The options of ReplyOptions by their own names, and by those of OpenAI's, llama.cpp's and vLLM's servers.
+_OPTIONS = {field: name for name, option in options_of(ReplyOptions).items() for field in option.wire}
 _SEEDS = 2**64
 # vLLM's and SGLang's names of options, at the top of a request and inside of `structured_outputs`.
 _GUIDED = {
@@ -260,7 +260,7 @@ _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choices", "gr
 
 
 def sampling(fields: Fields) -> dict[str, Any]:
-    """Options of GenerationConfig from the fields of the same meaning."""
+    """Options of ReplyOptions from the fields of the same meaning."""
     options: dict[str, Any] = {}
     for name, to in _OPTIONS.items():
         options |= fields.option(name, to)
@@ -407,7 +407,7 @@ def warnings(ignored: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _by_id(bias: Any) -> Any:
-    """Biases with token ids for JSON's strings; GenerationConfig refuses keys that are no numbers."""
+    """Biases with token ids for JSON's strings; ReplyOptions refuses keys that are no numbers."""
     if not isinstance(bias, dict):
         return bias
     return {int(token) if isinstance(token, str) and token.isdecimal() else token: b for token, b in bias.items()}

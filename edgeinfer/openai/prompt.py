@@ -12,7 +12,7 @@ from typing import Any
 
 from edgeinfer.core.contexts import Context, UnreadContextError
 from edgeinfer.core.errors import ContextLengthError, GrammarError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
@@ -50,7 +50,7 @@ class ChatPrompt:
 
     messages: Sequence[Message]
     tools: ToolUse
-    options: Mapping[str, Any]  # of GenerationConfig, for the first reply
+    options: Mapping[str, Any]  # of ReplyOptions, for the first reply
     variables: Mapping[str, Any] | None = None  # further variables of the chat template
     prefill: str = ""  # the start of the reply
     # Of the rendered prompt, once they are made; messages are then kept only for an option that needs them.
@@ -96,7 +96,7 @@ class ChatPrompt:
                 variables=self.variables,
                 prefill=self.prefill,
                 fitting=True,
-                parse_special=GenerationConfig.of(**self.options).parses_content,
+                parse_special=ReplyOptions.of(**self.options).parses_content,
             )
         if self.options.get("method_options"):
             return replace(self, messages=messages, tokens=PromptTokens(ids, model))
@@ -160,7 +160,7 @@ class TextPrompt:
         if not isinstance(self.prompt, str):
             return self
         with naming(*self.fields, self.options):
-            parse = GenerationConfig.of(**self.options).parses_prompt
+            parse = ReplyOptions.of(**self.options).parses_prompt
             ids = model.tokenize_prompt(self.prompt, parse_special=parse)
         return replace(self, prompt=PromptTokens(ids, model))
 

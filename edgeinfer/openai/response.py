@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import Chunk, Result, TokenLogprob
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
@@ -229,7 +229,7 @@ class ResponseCompletion(PromptReplies):
         fields.ignore(*_IGNORED)
         fields.only("prompt", (), "Nothing is stored here: send the text as input.")
         fields.end()
-        used = GenerationConfig.for_chat(model.sampling, options)
+        used = ReplyOptions.for_chat(model.sampling, options)
         self._echoed = {  # fields of the request that the answer repeats
             "instructions": instructions,
             "max_output_tokens": options.get("max_tokens"),

@@ -7,7 +7,7 @@ from itertools import permutations
 from typing import Any
 
 from edgeinfer.core.errors import GrammarError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.sampling.grammar import fault
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words, json_rule
@@ -256,7 +256,7 @@ def _grammar(every: Sequence[_Arguments]) -> str:
     """A grammar that matches the arguments of any of these functions."""
     start = " | ".join(f'"{place} " args_{place}' for place in range(len(every)))
     rules = [f"start: {start}", *(f"args_{place}: {each.rule}" for place, each in enumerate(every))]
-    return grammar_source(GenerationConfig(grammar="\n".join(rules))) or ""
+    return grammar_source(ReplyOptions(grammar="\n".join(rules))) or ""
 
 
 def _coarse(schema: Any, words: Collection[str], found: set[str], *, of_names: bool = False) -> Any:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from edgeinfer.api import load
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import UsageError
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.types import LoadOptions
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.types import LoadDict
 from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
 from edgeinfer.model import Model
@@ -97,7 +97,7 @@ def tune_cache(
     *,
     shares: Sequence[float] = (0.5, 0.25),
     progress: Callable[[int, int], None] | None = None,
-    **options: Unpack[LoadOptions],
+    **options: Unpack[LoadDict],
 ) -> CacheTuning:
     """Measures each policy for full contexts on a text that outgrows them; overflow="auto" takes the best from then on.
 
@@ -119,7 +119,7 @@ def tune_cache(
         raise UsageError("Contexts must be smaller than the text.", "Give shares between 0 and 1.")
     if (options.get("overflow") or _STOP) != _STOP:
         raise UsageError("Every overflow policy is measured.", "Leave overflow out.")
-    bundle = open_bundle(located(model, LoadConfig.of(**options)))
+    bundle = open_bundle(located(model, LoadOptions.of(**options)))
     given: dict[str, Any] = {**options, "overflow": _STOP, "speculation": "off", "remember": False}
     length = options.get("context") or min(_LONGEST, bundle.manifest.geometry.max_positions)
     with load(model, **given | {"context": length}) as loaded:

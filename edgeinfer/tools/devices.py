@@ -12,8 +12,8 @@ from typing import Any, Unpack
 
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import CapabilityError, DeviceError, NativeUnavailableError, UsageError
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.types import LoadOptions
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.types import LoadDict
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import DeviceFacts, DeviceLimits
 from edgeinfer.loading import digest_of, fingerprint_for, located, open_model, profiles_of, tuned
@@ -96,7 +96,7 @@ def tune_device(
     quick: bool = False,
     out: str | Path | None = None,
     progress: Progress | None = None,
-    **options: Unpack[LoadOptions],
+    **options: Unpack[LoadDict],
 ) -> DeviceTuning:
     """Measures a model with other threads, processors, weights and chunks than the usual, and keeps what is faster.
 
@@ -117,7 +117,7 @@ def tune_device(
     """
     if options.get("profile") is not None:
         raise UsageError("Tuning starts from the default settings.", "Leave profile out.")
-    config = LoadConfig.of(**{**options, "profile": OFF})
+    config = LoadOptions.of(**{**options, "profile": OFF})
     started, busy = time.perf_counter(), load_average()
     facts = open_model(model, config)
     if not facts.tunes:
@@ -127,9 +127,9 @@ def tune_device(
     return _result(found, threads, busy, time.perf_counter() - started, path)
 
 
-def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> bool:
+def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadDict]) -> bool:
     """Deletes the results of `tune_device` and `tune_cache` for a model and options; returns whether there were any."""
-    config = LoadConfig.of(**{**options, "profile": OFF})
+    config = LoadOptions.of(**{**options, "profile": OFF})
     bundle = open_bundle(located(model, config))
     forgotten = KEPT_SETTINGS.forget(digest_of(facts_of(bundle, config), config))
     return any([forgotten, KEPT_POLICIES.forget(files_digest(bundle))])
@@ -137,7 +137,7 @@ def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions
 
 @allocating("The model")
 def _measure(
-    facts: BundleFacts, config: LoadConfig, quick: bool, progress: Progress | None
+    facts: BundleFacts, config: LoadOptions, quick: bool, progress: Progress | None
 ) -> tuple[SettingsFound, int]:
     """The settings found, and the threads they were proved with."""
     effort = QUICK if quick else FULL
@@ -160,7 +160,7 @@ def _measure(
 
 
 def _ways(
-    config: LoadConfig, plan: MemoryPlan, modes: tuple[str, ...], names: tuple[str, ...], longest: int
+    config: LoadOptions, plan: MemoryPlan, modes: tuple[str, ...], names: tuple[str, ...], longest: int
 ) -> SettingChoices:
     """The settings that the caller left open, as far as the backend has them."""
     threads = range(1, len(usable_processors()) + 1) if config.threads is None and "threads" in names else ()
@@ -180,7 +180,7 @@ def _ways(
     )
 
 
-def _keep(facts: BundleFacts, config: LoadConfig, found: SettingsFound, threads: int, out: Path | None) -> Path | None:
+def _keep(facts: BundleFacts, config: LoadOptions, found: SettingsFound, threads: int, out: Path | None) -> Path | None:
     """Writes the settings, replacing those kept before."""
     model = digest_of(facts, config)
     now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -14,8 +14,8 @@ from edgeinfer.api import load
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import ModelError, UsageError
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.types import LoadOptionsButContext
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.types import LoadDictButContext
 from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
 from edgeinfer.model import Model
@@ -221,7 +221,7 @@ def evaluate(
     tokens: int | None = None,
     top: int = 10,
     progress: Callable[[str, int, int], None] | None = None,
-    **options: Unpack[LoadOptionsButContext],
+    **options: Unpack[LoadDictButContext],
 ) -> Evaluation:
     """Measures how well a model predicts texts, and how far it is from a reference.
 
@@ -273,7 +273,7 @@ def _bundle(model: str | Path | Predictor | None, options: Mapping[str, Any]) ->
     """The bundle to load; None for a loaded model."""
     if not (model is None or isinstance(model, str | Path)):
         return None
-    return open_bundle(located(model, LoadConfig.of(**options)))
+    return open_bundle(located(model, LoadOptions.of(**options)))
 
 
 def _loaded(
@@ -347,7 +347,7 @@ def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[Attention
         UsageError: the model has float32 caches alone, or there is no text.
         ModelError: as `edgeinfer.load`.
     """
-    bundle = open_bundle(located(model, LoadConfig()))
+    bundle = open_bundle(located(model, LoadOptions()))
     if not bundle.manifest.tensors:
         raise UsageError(f"{bundle.path} has no smaller KV cache than float32.", "Export the model natively.")
     ids = [text[: min(_TOKENS, bundle.manifest.geometry.max_positions)] for text in _tokens(bundle, texts)]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from edgeinfer.core.errors import UsageError
-from edgeinfer.core.options.reply import GenerationConfig
-from edgeinfer.core.options.types import GenerationOptions
+from edgeinfer.core.options.reply import ReplyOptions
+from edgeinfer.core.options.types import ReplyDict
 from edgeinfer.core.results import PassWork
 from edgeinfer.model import Model
 from edgeinfer.runtime.backends.expert_use import ExpertCounts
@@ -63,12 +63,10 @@ def pass_work(model: Model, tokens: int, rows: int, *, past: int | None = None) 
         return work + measure.attention_work(parts.decoder, per_token, tokens, past)
 
 
-def read_reply(
-    model: Model, prompt: Sequence[int], reply: Sequence[int], **options: Unpack[GenerationOptions]
-) -> ReplyReading:
+def read_reply(model: Model, prompt: Sequence[int], reply: Sequence[int], **options: Unpack[ReplyDict]) -> ReplyReading:
     """How a reply of given tokens is predicted in a way of computing less (options of `compute`), against the whole
     model. Empties the cache; CapabilityError where the backend cannot compute so."""
-    asked = GenerationConfig.of(**options)
+    asked = ReplyOptions.of(**options)
     less = asked.compute != "full"
     if less and not compute_method(asked.compute).follows_replies:
         message = f"compute={asked.compute!r} writes a text of its own and cannot read a given reply."

@@ -19,8 +19,8 @@ from edgeinfer.api import load
 from edgeinfer.bundle.additions import MOST_STEERED, SteeringVector, add_steering, require_steering_name
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import UsageError
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.types import LoadOptions
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.types import LoadDict
 from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
 from edgeinfer.runtime.arrays import Floats
@@ -83,7 +83,7 @@ def tune_steering(
     text: str,
     *,
     progress: Callable[[int, int], None] | None = None,
-    **options: Unpack[LoadOptions],
+    **options: Unpack[LoadDict],
 ) -> SteeringGain:
     """Learns a steering vector from a text, and puts it into the model's bundle; replies take it by `steering`.
 
@@ -101,7 +101,7 @@ def tune_steering(
         StorageError: the bundle cannot be written.
     """
     require_steering_name(name)
-    path = located(model, LoadConfig.of(**options))
+    path = located(model, LoadOptions.of(**options))
     given: dict[str, Any] = {"speculation": "off", "remember": False, **options}
     with load(path, **given) as loaded:
         ids, begin = loaded.tokenize(text, parse_special=False)[:_MOST], loaded.prefix_ids

@@ -12,8 +12,8 @@ from edgeinfer.api import load
 from edgeinfer.bundle.additions import add_heads
 from edgeinfer.bundle.opening import nested_drafter, open_bundle
 from edgeinfer.core.errors import Setting, UsageError
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.types import LoadOptions
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.types import LoadDict
 from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
 from edgeinfer.model import Model
@@ -163,7 +163,7 @@ def tune_method(
     text: str,
     *,
     progress: Callable[[int, int], None] | None = None,
-    **options: Unpack[LoadOptions],
+    **options: Unpack[LoadDict],
 ) -> Mapping[str, Any]:
     """Teach a verification rule on a text, and put what it learned into the model's bundle.
 
@@ -183,7 +183,7 @@ def tune_method(
         ModelError: as `load`.
         StorageError: the bundle cannot be written.
     """
-    rule, path = find_verification(name), located(model, LoadConfig.of(**options))
+    rule, path = find_verification(name), located(model, LoadOptions.of(**options))
     if rule.teach is None:
         raise UsageError(f"{name} has nothing to learn.", "It needs no edgeinfer tune.")
     given: dict[str, Any] = {"remember": False, **options, "speculation": "off"}

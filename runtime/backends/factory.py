@@ -10,7 +10,7 @@ from typing import ClassVar
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tokenizer_table import TABLE
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.expert_use import ExpertUseObserver
@@ -36,7 +36,7 @@ class BackendOrder:
     """A backend to make: what was found out about its bundle, and what was chosen."""
 
     facts: BundleFacts
-    config: LoadConfig
+    config: LoadOptions
     configuration: Configuration
     progress: Progress | None = None
     room: int | None = None  # bytes of the weights that the system can keep in memory; None where it keeps all
@@ -73,7 +73,7 @@ class BackendFactory(ABC):
     graphs: ClassVar[Graphs] = "none"  # the backend runs on onnxruntime, which decides about devices other than the CPU
     adapts: ClassVar[bool] = False
 
-    def facts(self, name: str, bundle: Bundle, config: LoadConfig) -> BundleFacts:
+    def facts(self, name: str, bundle: Bundle, config: LoadOptions) -> BundleFacts:
         """All that loading and planning ask about a bundle."""
         device = self.device(config)
         layout = self.layout(bundle, config, device)
@@ -99,11 +99,11 @@ class BackendFactory(ABC):
             kernel=lambda: self.kernel(bundle, layout),
         )
 
-    def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
+    def layout(self, bundle: Bundle, config: LoadOptions, device: Device) -> Layout:
         """The layout of a bundle's weights that it will run on a device."""
         return bundle.manifest.layout
 
-    def device(self, config: LoadConfig) -> Device:
+    def device(self, config: LoadOptions) -> Device:
         config.refuse_division(self.engine())
         return choose_device(config, self.graphs)
 
@@ -128,10 +128,10 @@ class BackendFactory(ABC):
         """The later `Backend.kernel`."""
 
     @abstractmethod
-    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadOptions) -> ModelMemory:
         """Memory of a bundle."""
 
-    def offload(self, bundle: Bundle, device: Device, config: LoadConfig) -> Callable[[Configuration], int] | None:
+    def offload(self, bundle: Bundle, device: Device, config: LoadOptions) -> Callable[[Configuration], int] | None:
         """Counts the layers that run on a graphics processor; None without one."""
         return None
 
@@ -156,7 +156,7 @@ class BackendFactory(ABC):
         """The backend, running a bundle as planned; errors as `registry.make_backend`."""
 
 
-def thread_count(config: LoadConfig, settings: TunedSettings = UNTUNED) -> int:
+def thread_count(config: LoadOptions, settings: TunedSettings = UNTUNED) -> int:
     """Threads of the linear algebra: as the caller said, else as tuned, else one on each core that it can keep busy."""
     return config.threads or settings.threads or usable_cores()
 

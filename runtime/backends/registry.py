@@ -7,7 +7,7 @@ from importlib import import_module
 
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BundleError, UsageError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration
@@ -34,7 +34,7 @@ def factory_of(name: str) -> BackendFactory:
     return factory
 
 
-def facts_of(bundle: Bundle, config: LoadConfig) -> BundleFacts:
+def facts_of(bundle: Bundle, config: LoadOptions) -> BundleFacts:
     """Choose the backend of a bundle, the requested one or its own, and ask it about the bundle."""
     name = config.backend or bundle.manifest.backend
     if name not in FACTORIES:
@@ -51,7 +51,7 @@ def own_tokenizer(facts: BundleFacts, backend: Backend) -> TokenizerLike:
 
 def make_backend(
     facts: BundleFacts,
-    config: LoadConfig,
+    config: LoadOptions,
     configuration: Configuration,
     progress: Progress | None = None,
     room: int | None = None,

@@ -4,7 +4,7 @@ one in which "auto" looks for a device: what computes most comes first, the CPU 
 from __future__ import annotations
 
 from edgeinfer.core.errors import DeviceError, Setting, UsageError
-from edgeinfer.core.options.load import LoadConfig, is_graphics
+from edgeinfer.core.options.load import LoadOptions, is_graphics
 from edgeinfer.runtime.devices.providers import (
     CPU,
     CPU_MEMORY,
@@ -137,7 +137,7 @@ def find_device(name: str) -> tuple[DeviceEntry, Device]:
     raise UsageError(f"There is no device {name!r}.", f"Choose auto or one of {', '.join(known)}.")
 
 
-def choose_device(config: LoadConfig, graphs: Graphs) -> Device:
+def choose_device(config: LoadOptions, graphs: Graphs) -> Device:
     """The device asked for; for "auto" the first of the registry that is there and runs such graphs as asked. A budget
     keeps "auto" on the CPU, the only device on which all that a model takes is known beforehand."""
     if config.device != "auto":
@@ -157,7 +157,7 @@ def runs(device: Device, graphs: Graphs) -> bool:
     return device.on_cpu or graphs == "static" or (graphs == "ordinary" and device.traits.dynamic_shapes)
 
 
-def _asked_for(config: LoadConfig, graphs: Graphs) -> Device:
+def _asked_for(config: LoadOptions, graphs: Graphs) -> Device:
     if is_graphics(config.device) and config.device not in {entry.name for entry in ENTRIES}:
         message = f"The device {config.device} is llama.cpp's, which runs GGUF files alone."
         raise DeviceError(message, "Export it with --format gguf, or use " + Setting("device", "cpu") + ".")
@@ -190,7 +190,7 @@ def _there(entry: DeviceEntry, device: Device) -> bool:
         return False
 
 
-def _missing(device: Device, config: LoadConfig, graphs: Graphs) -> str:
+def _missing(device: Device, config: LoadOptions, graphs: Graphs) -> str:
     """The wanted ability that a device lacks, in words; empty if it has all."""
     if device.on_cpu or graphs != "ordinary":
         return ""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.additions import Heads
 from edgeinfer.core.errors import CapabilityError, Setting, StorageError, UsageError
 from edgeinfer.core.methods import DeclaredMethod, find_method
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import require
 from edgeinfer.runtime.decoding.sequence import Sequence, Strategy
@@ -98,7 +98,7 @@ class ReducedComputeStrategies:
     def strategy(
         self,
         sequence: Sequence,
-        options: GenerationConfig,
+        options: ReplyOptions,
         sampler: Sampler,
         tokenizer: TokenizerLike | None = None,
         stop_ids: frozenset[int] = frozenset(),

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse
 from edgeinfer.nn.arithmetic import log_softmax
@@ -216,7 +216,7 @@ class StrategyArguments:
 
     sequence: decoding.Sequence  # the reply's, of the whole model
     sampler: Sampler  # of its tokens
-    options: GenerationConfig  # what was asked for
+    options: ReplyOptions  # what was asked for
     rows: int  # most logit rows of a pass, as memory was planned for
     plain_ms: float | None  # a pass of the whole model over one token, as far as that is known already
     # `tokenizer`, `stop_ids`: of the reply.

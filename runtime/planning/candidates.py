@@ -13,7 +13,7 @@ from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import ContextLengthError, Setting, UsageError
 from edgeinfer.core.options import format_size
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, GrammarMode
 from edgeinfer.runtime.weights.experts import ExpertBytes
 from edgeinfer.runtime.weights.streaming import layer_runs, window_bytes
@@ -31,7 +31,7 @@ _STREAMED_SHARES = (1 / 12, 1 / 6, 1 / 4, 5 / 12, 7 / 12, 3 / 4, 11 / 12)
 _EXPERT_SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)
 
 
-def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
+def wanted_context(manifest: Manifest, config: LoadOptions) -> int:
     """The context to plan for, if there is room."""
     longest = manifest.geometry.max_positions
     if config.context is not None and config.context > longest:
@@ -42,7 +42,7 @@ def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
 
 def configurations(
     facts: BundleFacts,
-    config: LoadConfig,
+    config: LoadOptions,
     drafts: Sequence[Drafting],
     keep: Literal["all", "whole", "modest"] = "all",
 ) -> Iterator[Configuration]:
@@ -110,7 +110,7 @@ def draft_configuration(drafter: BundleFacts, target: Configuration, expert_coun
     )
 
 
-def _contexts(manifest: Manifest, config: LoadConfig) -> tuple[int, ...]:
+def _contexts(manifest: Manifest, config: LoadOptions) -> tuple[int, ...]:
     context = wanted_context(manifest, config)
     if config.context is not None:
         return (context,)
@@ -118,7 +118,7 @@ def _contexts(manifest: Manifest, config: LoadConfig) -> tuple[int, ...]:
     return (context, *(size for size in halved if _SMALLEST_CONTEXT <= size < context))
 
 
-def _kv_types(facts: BundleFacts, config: LoadConfig) -> tuple[str, ...]:
+def _kv_types(facts: BundleFacts, config: LoadOptions) -> tuple[str, ...]:
     if config.kv is not None:
         if config.kv not in facts.kv_types:
             known = ", ".join(facts.kv_types)
@@ -155,7 +155,7 @@ def _chunks(facts: BundleFacts) -> tuple[int, ...]:
     return _CHUNKS if tuned is None else (tuned, *(size for size in _CHUNKS if size < tuned))
 
 
-def weights_ways(facts: BundleFacts, config: LoadConfig) -> tuple[WeightsWay, ...]:
+def weights_ways(facts: BundleFacts, config: LoadOptions) -> tuple[WeightsWay, ...]:
     """Where the weights may be, from no concession to the largest; UsageError as of `configurations`."""
     modes = facts.weights_modes
     if config.weights is not None:
@@ -197,7 +197,7 @@ def _streamed(facts: BundleFacts) -> Iterator[WeightsWay]:
         yield from (WeightsWay("streamed", 1, kept_layers=each) for each in kept if all(window_bytes(runs, 1, each)))
 
 
-def _expert_bytes(facts: BundleFacts, config: LoadConfig) -> tuple[int, ...]:
+def _expert_bytes(facts: BundleFacts, config: LoadOptions) -> tuple[int, ...]:
     """How much of the experts may stay in memory, from most to least."""
     takes = ExpertBytes.of(facts.manifest.decoder, tensors_in(facts.manifest, facts.layout))
     if config.expert_memory is not None:

@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 
 from edgeinfer.bundle.peft import adapter_bytes
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, Footprint
@@ -41,7 +41,7 @@ class MemoryModel:
     """Bytes of a model's configurations, in a process that may grow by `reserve` before the model is loaded."""
 
     def __init__(
-        self, facts: BundleFacts, config: LoadConfig, process: ProcessMemory, reserve: int = RESERVE_BYTES
+        self, facts: BundleFacts, config: LoadOptions, process: ProcessMemory, reserve: int = RESERVE_BYTES
     ) -> None:
         self._input = facts
         self._config = config

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options import format_size
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration
 from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, RESERVE_BYTES, MemoryModel
@@ -49,7 +49,7 @@ _NOTICED_BYTES = 8_000_000
 
 def make_plan(
     facts: BundleFacts,
-    config: LoadConfig,
+    config: LoadOptions,
     speed: SpeedModel,
     *,
     all_ways: bool = False,
@@ -81,7 +81,7 @@ def make_plan(
 
 
 def _plan(
-    facts: BundleFacts, config: LoadConfig, speed: SpeedModel, memory: MemoryModel, *, all_ways: bool, free: int
+    facts: BundleFacts, config: LoadOptions, speed: SpeedModel, memory: MemoryModel, *, all_ways: bool, free: int
 ) -> MemoryPlan:
     """Make a plan, counting reads from the disk if the system cannot keep all weights in memory."""
     find = functools.partial(search, facts, config, memory, all_ways=all_ways, free=free)
@@ -108,7 +108,7 @@ def process_before_loading(facts: BundleFacts) -> ProcessMemory:
     return process_memory()
 
 
-def make_replanner(facts: BundleFacts, config: LoadConfig, speed: SpeedModel) -> Replan:
+def make_replanner(facts: BundleFacts, config: LoadOptions, speed: SpeedModel) -> Replan:
     """A function that plans again what can change under a loaded model."""
 
     def replan(

@@ -15,7 +15,7 @@ from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.core.options import format_size
 from edgeinfer.core.options.decoding import MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.planning.candidates import (
     USUAL_CONTEXT,
@@ -36,7 +36,7 @@ _MODEL = ""
 
 
 def drafting_ways(
-    facts: BundleFacts, config: LoadConfig, memory: MemoryModel, speed: SpeedModel
+    facts: BundleFacts, config: LoadOptions, memory: MemoryModel, speed: SpeedModel
 ) -> tuple[Drafting, ...]:
     """All ways to draft that the caller left open, from no concession to the largest."""
     names, present = drafters_in(config.speculation), facts.drafter is not None
@@ -103,7 +103,7 @@ _MOST_SHARE = 0.125
 # A share of the speed from which on a plan does not say that the rest was given up.
 _NOTICED = 0.99
 _Way = TypeVar("_Way")
-_Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], bool]]
+_Freed = tuple[str, Callable[[LoadOptions], LoadOptions], Callable[[LoadOptions], bool]]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _Candidate:
 
 def search(
     facts: BundleFacts,
-    config: LoadConfig,
+    config: LoadOptions,
     memory: MemoryModel,
     speed: SpeedModel,
     *,
@@ -187,7 +187,7 @@ def _chosen(
     return choice.of(every), every
 
 
-def _with_rows(chosen: _Candidate, config: LoadConfig, memory: MemoryModel) -> tuple[int, Footprint]:
+def _with_rows(chosen: _Candidate, config: LoadOptions, memory: MemoryModel) -> tuple[int, Footprint]:
     """The prefix cache, which holds rows of concurrent replies unless the caller set it, and the footprint with it."""
     if config.parallel == 1 or config.prefix_cache or config.overflow != "stop":
         return config.prefix_cache, chosen.footprint
@@ -195,7 +195,7 @@ def _with_rows(chosen: _Candidate, config: LoadConfig, memory: MemoryModel) -> t
     return memory.with_rows(chosen.configuration, free)
 
 
-def _candidate(configuration: Configuration, memory: MemoryModel, config: LoadConfig) -> _Candidate:
+def _candidate(configuration: Configuration, memory: MemoryModel, config: LoadOptions) -> _Candidate:
     footprint = memory.footprint(configuration)
     return _Candidate(configuration, footprint, footprint.total(config.counted))
 
@@ -335,7 +335,7 @@ _FREED: tuple[_Freed, ...] = (
 
 
 def _hints(
-    facts: BundleFacts, config: LoadConfig, memory: MemoryModel, speed: SpeedModel, plan: MemoryPlan
+    facts: BundleFacts, config: LoadOptions, memory: MemoryModel, speed: SpeedModel, plan: MemoryPlan
 ) -> Iterable[str]:
     """Options that would let the request fit in less memory if left open, with that size."""
     for name, free, given in _FREED:

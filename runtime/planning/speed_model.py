@@ -12,7 +12,7 @@ from edgeinfer.bundle.geometry import FLOAT32, Geometry
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.planning.candidates import weights_ways
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration
@@ -333,7 +333,7 @@ def _resident(facts: BundleFacts) -> Iterator[tuple[str, tuple[str, bool]]]:
 
 def _rereading(facts: BundleFacts) -> Iterator[Configuration]:
     """Configurations that read weights again, those that read least first."""
-    ways = [way for way in weights_ways(facts, LoadConfig()) if way.window_layers or way.expert_bytes]
+    ways = [way for way in weights_ways(facts, LoadOptions()) if way.window_layers or way.expert_bytes]
     for kv, way in itertools.product(facts.kv_types, ways):
         for draft_model in (True, False) if facts.drafter is not None else (False,):
             c = Configuration(1, 1, kv, way.mode, way.window_layers, (), 0, facts.tokenizer, way.expert_bytes)

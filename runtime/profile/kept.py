@@ -14,7 +14,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.strict_json import MisfitError, read_whole
 from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.core.errors import StorageError, UsageError
-from edgeinfer.core.options.load import OVERFLOWS, LoadConfig
+from edgeinfer.core.options.load import OVERFLOWS, LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.user_files import make_private, user_cache, written
 
@@ -100,7 +100,7 @@ def files_digest(bundle: Bundle, *how: object) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-# What LoadConfig.overflow says to take what was measured.
+# What LoadOptions.overflow says to take what was measured.
 AUTO = "auto"
 # Where nothing was.
 _UNMEASURED = "window"
@@ -141,7 +141,7 @@ def measured_policy(bundle: Bundle) -> MeasuredPolicy | None:
         return None
 
 
-def with_measured_policy(config: LoadConfig, bundle: Bundle, backend: str) -> LoadConfig:
+def with_measured_policy(config: LoadOptions, bundle: Bundle, backend: str) -> LoadOptions:
     """Replace "auto" by the policy that was measured to lose least, or window, which every backend's cache has."""
     if config.overflow != AUTO:
         return config

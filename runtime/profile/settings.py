@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from edgeinfer.core.errors import StorageError, UsageError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.version import VERSION
 from edgeinfer.runtime.profile.kept import KeptFiles
@@ -84,7 +84,7 @@ class TunedSettings:
         """Names of the settings that differ from the usual ones."""
         return tuple(name for name, value in dataclasses.asdict(self).items() if value not in (None, ""))
 
-    def left_open_by(self, config: LoadConfig, proved_with: int) -> TunedSettings:
+    def left_open_by(self, config: LoadOptions, proved_with: int) -> TunedSettings:
         """Settings that the caller left open; with other threads than `proved_with`, they were not measured."""
         if (config.threads or self.threads or usable_cores()) != proved_with:
             return UNTUNED
@@ -141,7 +141,7 @@ class Fingerprint:
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _log = logging.getLogger("edgeinfer")
-# What LoadConfig.profile says to take none.
+# What LoadOptions.profile says to take none.
 OFF = "off"
 _KEPT_HINT = "Run edgeinfer tune again, or edgeinfer tune --forget."
 _FILE_HINT = "Use a file that edgeinfer tune --out wrote on this machine for this model, or off."
@@ -175,7 +175,7 @@ class TunedProfile:
 KEPT_SETTINGS = KeptFiles(TunedProfile, "tuned")
 
 
-def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[], Fingerprint]) -> TunedSettings:
+def find_settings(config: LoadOptions, model: Callable[[], str], here: Callable[[], Fingerprint]) -> TunedSettings:
     """Find the settings to load with, in the caller's file or kept for this user, except those that the caller set. A
     profile that cannot be used is warned of. `model` gives the digest and `here` the fingerprint when needed."""
     if config.profile == OFF:

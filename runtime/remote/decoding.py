@@ -14,8 +14,8 @@ import numpy as np
 
 from edgeinfer.core.errors import CapabilityError, ContextLengthError, RemoteError
 from edgeinfer.core.options import options_of
-from edgeinfer.core.options.load import VERIFIED_OPTIONS, LoadConfig
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.load import VERIFIED_OPTIONS, LoadOptions
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import ComputeUse, RemoteUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass
@@ -354,7 +354,7 @@ _VERIFYING = ("edgeinfer", "sglang", "vllm")
 class RemoteDeciding:
     """Makes the strategies of replies that a server decides."""
 
-    def __init__(self, config: LoadConfig, access: RemoteAccess) -> None:
+    def __init__(self, config: LoadOptions, access: RemoteAccess) -> None:
         importlib.import_module(_CLIENT)  # which raises an error where httpcore is not installed
         self._config, self._access = config, access
         self._channel = Channel(_MOST, Prices(config.remote_draft_price, config.remote_kilobyte_price))
@@ -363,7 +363,7 @@ class RemoteDeciding:
         if config.remote_api is not None:
             self._server = _new_server(config.remote_api, access)
 
-    def strategy(self, sequence: decoding.Sequence, sampler: Sampler, config: GenerationConfig) -> RemoteDecoding:
+    def strategy(self, sequence: decoding.Sequence, sampler: Sampler, config: ReplyOptions) -> RemoteDecoding:
         server, options = self._answering(), _sent(config)
         server.check(options)
         given = (sequence, sampler, server, options | {"seed": sampler.seed}, self._channel)
@@ -386,7 +386,7 @@ class RemoteDeciding:
 
 
 def remote_deciding(
-    config: LoadConfig, tokenizer: TokenizerLike, begin_ids: tuple[int, ...], end_ids: frozenset[int]
+    config: LoadOptions, tokenizer: TokenizerLike, begin_ids: tuple[int, ...], end_ids: frozenset[int]
 ) -> RemoteDeciding:
     """Set up replies that the configured server decides."""
     assert config.remote is not None
@@ -395,9 +395,9 @@ def remote_deciding(
     return RemoteDeciding(config, RemoteAccess(url, *given, tokenizer, begin_ids, end_ids))
 
 
-def _sent(config: GenerationConfig) -> dict[str, Any]:
+def _sent(config: ReplyOptions) -> dict[str, Any]:
     """Non-default options in the form of /v1/verify."""
-    declared = options_of(GenerationConfig)
+    declared = options_of(ReplyOptions)
     given = {name: value for name in VERIFIED_OPTIONS if (value := getattr(config, name)) != declared[name].default}
     if bias := config.logit_bias:
         given["logit_bias"] = {str(token): False if value == -math.inf else value for token, value in bias.items()}

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import BackendError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
 
 Logits = NDArray[np.floating[Any]]
@@ -49,7 +49,7 @@ def token_logprobs(logits: Logits, token: int, top: int = 0) -> TokenLogprobs:
 
 
 def truncated(
-    row: Logits, best: int, config: GenerationConfig, ids: Ids, weights: NDArray[np.float64]
+    row: Logits, best: int, config: ReplyOptions, ids: Ids, weights: NDArray[np.float64]
 ) -> tuple[Ids, NDArray[np.float64]]:  # (S,), (S,)
     """Indices of a row (A,) that survive truncation, and their weights; the one at `best` has weight 1. Overwrites
     `weights` (A,)."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import BackendError, GrammarError, UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.sampling.constraint import ConstraintPlaces, TextPlaces
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words
@@ -135,7 +135,7 @@ class GrammarConstraint:
             raise UsageError(message + f"{in_words(self._matcher.get_error())}.", "Simplify it, or bound repetitions.")
 
 
-def check_grammar(config: GenerationConfig) -> None:
+def check_grammar(config: ReplyOptions) -> None:
     """Refuse a form of replies that takes too much to compile, which may take seconds. Thread-safe."""
     source = grammar_source(config)
     if source is not None:

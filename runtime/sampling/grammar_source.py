@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from edgeinfer.core.errors import GrammarError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.sampling.grammar_schema import has_open_escapes, mended
 from edgeinfer.runtime.sampling.grammar_tokens import engine
 
@@ -36,7 +36,7 @@ _TOO_MUCH = re.compile(r"fuel exhausted|lexer precomputation failed")
 _OF_KEYWORD = (("Pointer", "$ref"), ("Resource", "$ref"), ("Unknown format", "format"), ("regex parse", "pattern"))
 
 
-def grammar_source(config: GenerationConfig) -> str | None:
+def grammar_source(config: ReplyOptions) -> str | None:
     """The engine's source of the form that a reply must have; None where there is none, or a list of choices."""
     if config.json_schema is not None:
         return f"start: {json_rule(config.json_schema)}{_DIRECTIVE}"

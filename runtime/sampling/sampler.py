@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.sampling.constraint import (
     Accepts,
@@ -109,7 +109,7 @@ class Penalties:
     bias: NDArray[np.float32]  # added to the logits of those ids; -inf bans, +inf forces. (B,)
 
     @classmethod
-    def from_config(cls, config: GenerationConfig, vocab_size: int) -> Self:
+    def from_config(cls, config: ReplyOptions, vocab_size: int) -> Self:
         for token in config.logit_bias:
             if not 0 <= token < vocab_size:
                 raise UsageError(
@@ -162,7 +162,7 @@ class LogitsProcessor:
     is the ids that a constraint allows, and the work after it is on those alone. Each truncation works on what the one
     before left, renormalised; at its edge the lower token id wins a tie."""
 
-    def __init__(self, config: GenerationConfig, vocab_size: int, seed: int) -> None:
+    def __init__(self, config: ReplyOptions, vocab_size: int, seed: int) -> None:
         self.config = config
         self.seed = seed
         self._penalties = Penalties.from_config(config, vocab_size)

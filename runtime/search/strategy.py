@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import CapabilityError, Setting, UsageError
 from edgeinfer.core.methods import DeclaredMethod, find_method, product_methods
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import SearchedText, SearchUse
 from edgeinfer.runtime.arrays import Floats, Ints
@@ -38,7 +38,7 @@ class SearchParts:
 
     sequence: decoding.Sequence  # the reply's
     sampler: Sampler  # of its tokens
-    config: GenerationConfig
+    config: ReplyOptions
     stop_ids: frozenset[int]  # that end the reply
     tokenizer: TokenizerLike
     continues: bool  # the reply goes on with the prompt's text, as `generation.TokenStream` has it
@@ -234,7 +234,7 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
     return kind.make(parts)
 
 
-def _check_sampling(kind: SearchMethod, config: GenerationConfig) -> None:
+def _check_sampling(kind: SearchMethod, config: ReplyOptions) -> None:
     name = kind.name
     if kind.draws == "always" and config.greedy:
         message = f"search={name!r} draws tokens at random, which needs sampling."
@@ -246,7 +246,7 @@ def _check_sampling(kind: SearchMethod, config: GenerationConfig) -> None:
             + Setting("top_k", 1)
             + ".",
         )
-    plain = GenerationConfig()
+    plain = ReplyOptions()
     options = ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
     asked = [option for option in options if getattr(config, option) != getattr(plain, option)]
     asked = ["logit_bias (or steering)" if option == "logit_bias" else option for option in asked]

@@ -8,7 +8,7 @@ from edgeinfer.bundle.opening import nested_drafter, trained_depths
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import ModelError
 from edgeinfer.core.options.decoding import drafters_in
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, KVCache
 from edgeinfer.runtime.backends.expert_use import experts_observer
 from edgeinfer.runtime.backends.registry import make_backend
@@ -51,7 +51,7 @@ OPTION_BYTES = OptionBytes(
 )
 
 
-def bundled_drafter(target: Bundle, config: LoadConfig) -> Bundle | None:
+def bundled_drafter(target: Bundle, config: LoadOptions) -> Bundle | None:
     """The drafter inside of a bundle, where it is one of those asked for and can run here."""
     names = drafters_in(config.speculation)
     found = nested_drafter(target) if names else None
@@ -77,7 +77,7 @@ def require_models(*bundles: Bundle | None) -> None:
 def make_speculator(
     target: Backend,
     cache: KVCache,
-    config: LoadConfig,
+    config: LoadOptions,
     plan: MemoryPlan,
     profile: DeviceProfile,
     drafter: BundleFacts | None,
@@ -106,7 +106,7 @@ def make_speculator(
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)
 
 
-def make_draft_backend(drafter: BundleFacts | None, config: LoadConfig, plan: MemoryPlan) -> Backend | None:
+def make_draft_backend(drafter: BundleFacts | None, config: LoadOptions, plan: MemoryPlan) -> Backend | None:
     """What runs the draft model, which drafts nothing where it takes turns with its target (runtime/layer_skip). Its
     rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target."""
     if drafter is None:

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.core.options.decoding import drafters_in
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import SpeculationUse
 from edgeinfer.runtime.decoding import sequence as decoding
 from edgeinfer.runtime.decoding.sequence import Strategy
@@ -104,7 +104,7 @@ class Speculator:
         self,
         sequence: decoding.Sequence,
         sampler: Sampler,
-        config: GenerationConfig,
+        config: ReplyOptions,
         drafting: SequenceDrafting | None = None,
         before: Strategy | None = None,
     ) -> Strategy:
@@ -144,7 +144,7 @@ class Speculator:
         self._live.add(strategy)
         return strategy
 
-    def _may_pay(self, config: GenerationConfig, drafters: Sequence[Drafter], costs: RoundCosts) -> bool:
+    def _may_pay(self, config: ReplyOptions, drafters: Sequence[Drafter], costs: RoundCosts) -> bool:
         """Whether drafts can pay for asking their tables, where it was left to the model whether to draft."""
         if config.speculation != "auto" or self._chosen or config.choices:
             return True
@@ -229,7 +229,7 @@ class Speculator:
     def _made(self, name: str) -> Drafter:
         return drafter_method(name).make(self.parts)
 
-    def _width(self, config: GenerationConfig, verification: VerificationRule) -> int:
+    def _width(self, config: ReplyOptions, verification: VerificationRule) -> int:
         width = config.draft_width
         if width > 1 and not self.parts.target.capabilities.tree:
             message = f"The {self.parts.target.name} backend cannot verify trees."
@@ -241,7 +241,7 @@ class Speculator:
             return 1
         return width
 
-    def summary(self, config: GenerationConfig, strategy: Strategy, per_token_ms: float) -> SpeculationUse:
+    def summary(self, config: ReplyOptions, strategy: Strategy, per_token_ms: float) -> SpeculationUse:
         """Tell what drafting did in a reply, whose tokens after the first took `per_token_ms` each."""
         use, plain = SpeculationUse(config.speculation if self._allowed else "off"), self.plain_ms
         if isinstance(strategy, SpeculativeDecoding):
@@ -251,7 +251,7 @@ class Speculator:
         use.exact, use.plain_ms = self._is_exact(config), plain
         return use
 
-    def _is_exact(self, config: GenerationConfig) -> bool | None:
+    def _is_exact(self, config: ReplyOptions) -> bool | None:
         if config.speculation != "off" and not find_verification(config.verification).exact:
             return False
         exact = self._costs.exact

@@ -15,8 +15,8 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.cli.main import COMMANDS
 from edgeinfer.core.options import options_of
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.reply import ReplyOptions
 from tests.cli import TIME_LIMIT
 from tests.docs.pages import DOCS, ROOT, pages
 
@@ -81,7 +81,7 @@ def test_the_reference_has_every_name_option_and_command(site: Path) -> None:
     for name in {*edgeinfer.__all__, *tools} - {"tools"}:
         assert f'id="edgeinfer.{name}"' in python, name
     options = (site / "reference" / "options.html").read_text("utf-8")
-    for configuration in (LoadConfig, GenerationConfig):
+    for configuration in (LoadOptions, ReplyOptions):
         for name, declared in options_of(configuration).items():
             assert f">{name}<" in options, name
             assert all(f">{flag}<" in options for flag in declared.flags), name

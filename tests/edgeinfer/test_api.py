@@ -253,7 +253,7 @@ def test_paths_of_any_kind_are_models(kind: Callable[[str], Any], tmp_path: Path
     assert hub.find(kind(str(tmp_path))) == tmp_path
     with pytest.raises(ModelError, match=r"No model at '.*none'"):
         hub.find_model(kind(str(tmp_path / "none")))
-    assert edgeinfer.LoadConfig.of(draft_model=kind(str(tmp_path))).draft_model == str(tmp_path)
+    assert edgeinfer.LoadOptions.of(draft_model=kind(str(tmp_path))).draft_model == str(tmp_path)
 
 
 def test_a_result_has_the_logprobs_of_its_text(model: edgeinfer.Model) -> None:

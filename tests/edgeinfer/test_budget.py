@@ -13,7 +13,7 @@ import pytest
 import edgeinfer
 from edgeinfer.bundle.opening import nest_drafter, open_bundle
 from edgeinfer.core.errors import BudgetError, UsageError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.loading import open_model
 from edgeinfer.runtime.planning import ledger as ledgers
@@ -280,7 +280,7 @@ def test_plans_reckon_with_the_drafters_that_are_asked(tmp_path: Path) -> None:
         },
     }
     for path, expected in bundles.items():
-        config = LoadConfig()
+        config = LoadOptions()
         subject = open_model(path, config)
         priors = priors_of(subject, TunedDrafting())
         with known_costs(kept=True), load_eager(path) as model, model._replies.idle() as parts:

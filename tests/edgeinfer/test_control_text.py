@@ -12,7 +12,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.core.errors import UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.export.source.calibration_text import read_calibration_text
 from edgeinfer.hub import resolve
 from edgeinfer.openai import make_completion, whole
@@ -66,7 +66,7 @@ def test_prompts_are_the_callers_own_unless_told_otherwise(tales: edgeinfer.Mode
         body = {"prompt": prompt, "max_tokens": 2, "parse_special": parse}
         assert whole(tales, make_completion("text_completion", body, tales))["usage"]["prompt_tokens"] == length
     with pytest.raises(UsageError, match="parse_special"):
-        GenerationConfig(parse_special=1)  # type: ignore[arg-type]
+        ReplyOptions(parse_special=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

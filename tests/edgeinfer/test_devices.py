@@ -13,7 +13,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.core.errors import BackendError, DeviceError, UsageError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.core.results import ModelInfo
 from edgeinfer.loading import open_model, profiles_of
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
@@ -158,7 +158,7 @@ def test_a_plan_names_its_device_and_what_lies_there(small_bundle: Path, monkeyp
 def test_what_was_measured_on_one_device_is_not_anothers(small_bundle: Path) -> None:
     folders = []
     for device in ("cpu", "standin"):
-        config = LoadConfig(device=device, native=False, threads=1)
+        config = LoadOptions(device=device, native=False, threads=1)
         profile = profiles_of(open_model(small_bundle, config), config)("", draft_model=False)
         folders.append(profile._folder)
     assert None not in folders and folders[0] != folders[1]
@@ -176,7 +176,7 @@ def test_a_session_of_another_device_is_not_taken_for_its_own(small_bundle: Path
 
 
 def test_a_draft_model_runs_beside_it_on_the_cpu(small_bundle: Path, expected: str) -> None:
-    config = LoadConfig(device="standin", draft_model=str(small_bundle))
+    config = LoadOptions(device="standin", draft_model=str(small_bundle))
     subject = open_model(small_bundle, config)
     assert subject.drafter is not None
     assert (subject.device.name, subject.drafter.device.name) == ("standin", "cpu")

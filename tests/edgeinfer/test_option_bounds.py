@@ -26,8 +26,8 @@ from edgeinfer.bundle.parts import ConvSpec, HeadsSpec
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options import Range, options_of, parse_size
 from edgeinfer.core.options.decoding import ReducedCompute, Search, Speculation
-from edgeinfer.core.options.load import Cache, LoadConfig
-from edgeinfer.core.options.reply import GenerationConfig, Sampling
+from edgeinfer.core.options.load import Cache, LoadOptions
+from edgeinfer.core.options.reply import ReplyOptions, Sampling
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
 from tests.bounds import bounds, facts
@@ -45,7 +45,7 @@ def ranges(configuration: type[Any]) -> dict[str, Range]:
     return {name: option.range for name, option in options_of(configuration).items() if option.range is not None}
 
 
-LOAD_RANGES, RANGES = ranges(LoadConfig), ranges(GenerationConfig)
+LOAD_RANGES, RANGES = ranges(LoadOptions), ranges(ReplyOptions)
 # What an option is of use with.
 WITH: dict[str, dict[str, Any]] = {
     "samples": {"search": "vote", "temperature": 1.0},
@@ -83,9 +83,9 @@ def numeric(kind: type[Any]) -> set[str]:
 
 def test_every_number_has_a_range() -> None:
     # Of loading one more, which may be a word too.
-    assert numeric(LoadConfig) == {*LOAD_RANGES, "gpu_layers"}
+    assert numeric(LoadOptions) == {*LOAD_RANGES, "gpu_layers"}
     # Tuples and a mapping have ranges for their numbers.
-    assert numeric(GenerationConfig) == {*RANGES, "resistance", "logit_bias", "stop_token_ids"}
+    assert numeric(ReplyOptions) == {*RANGES, "resistance", "logit_bias", "stop_token_ids"}
 
 
 def test_numbers_of_loading() -> None:
@@ -93,7 +93,7 @@ def test_numbers_of_loading() -> None:
     for name in (*LOAD_RANGES, "gpu_layers"):
         for value in EXTREMES:
             try:
-                LoadConfig.of(**{name: value} | ({"weights": "experts"} if name == "expert_memory" else {}))
+                LoadOptions.of(**{name: value} | ({"weights": "experts"} if name == "expert_memory" else {}))
                 taken += 1
             except UsageError as error:
                 assert error.hint and len(str(error)) < 400
@@ -124,7 +124,7 @@ def test_numbers_of_a_reply(model: edgeinfer.Model) -> None:
             assert not answered or as_openai or allowed.holds(value), (name, value)
         for end in ends:
             taken: dict[str, Any] = {name: end} | ({"beams": 16} if name == "beam_groups" else {})
-            GenerationConfig(**taken)
+            ReplyOptions(**taken)
 
 
 def test_numbers_inside_of_lists(model: edgeinfer.Model) -> None:
@@ -170,9 +170,13 @@ def test_together_they_stay_numbers(model: edgeinfer.Model) -> None:
 
 
 SOUND: tuple[Any, ...] = (
-    *(LoadConfig(), LoadConfig(memory=600_000_000, context=64, kv="int8", overflow="merge"), Cache(prefix_cache="5MB")),
-    *(GenerationConfig(), GenerationConfig(temperature=0.7, top_p=0.9, max_tokens=8, seed=1), Sampling(temperature=1)),
-    *(GenerationConfig(search="beam"), Speculation(), Search("beam"), ReducedCompute("unified")),
+    *(
+        LoadOptions(),
+        LoadOptions(memory=600_000_000, context=64, kv="int8", overflow="merge"),
+        Cache(prefix_cache="5MB"),
+    ),
+    *(ReplyOptions(), ReplyOptions(temperature=0.7, top_p=0.9, max_tokens=8, seed=1), Sampling(temperature=1)),
+    *(ReplyOptions(search="beam"), Speculation(), Search("beam"), ReducedCompute("unified")),
     *(PassCosts(((1, 2.0), (4, 3.0)), 2), TunedSettings(threads=2, affinity="1;2", prefill_chunk=64), AppSettings()),
     *(
         SpeedTest(8, 4),

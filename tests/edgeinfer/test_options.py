@@ -16,8 +16,8 @@ from edgeinfer.apps.cli.options import as_flag
 from edgeinfer.chat import Chat
 from edgeinfer.core.errors import PromptError, Setting, UsageError, joined
 from edgeinfer.core.options import format_size, options_of, parse_size, types
-from edgeinfer.core.options.load import LOAD_GROUPS, Cache, LoadConfig
-from edgeinfer.core.options.reply import REPLY_GROUPS, GenerationConfig
+from edgeinfer.core.options.load import LOAD_GROUPS, Cache, LoadOptions
+from edgeinfer.core.options.reply import REPLY_GROUPS, ReplyOptions
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields, sampling
 from tests.tables import each_row
@@ -31,10 +31,10 @@ FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora", "method_opti
 def test_types_for_editors_are_made_from_the_declarations() -> None:
     made = "Run python -m tests.tools.option_types."
     assert Path(types.__file__).read_text("utf-8") == option_types.source(), made
-    replies, loading = types.GenerationOptions.__annotations__, types.LoadOptions.__annotations__
-    assert replies.keys() == options_of(GenerationConfig).keys() | REPLY_GROUPS.keys()
-    assert loading.keys() == options_of(LoadConfig).keys() | LOAD_GROUPS.keys()
-    for group in (*REPLY_GROUPS.values(), *LOAD_GROUPS.values(), GenerationConfig, LoadConfig):
+    replies, loading = types.ReplyDict.__annotations__, types.LoadDict.__annotations__
+    assert replies.keys() == options_of(ReplyOptions).keys() | REPLY_GROUPS.keys()
+    assert loading.keys() == options_of(LoadOptions).keys() | LOAD_GROUPS.keys()
+    for group in (*REPLY_GROUPS.values(), *LOAD_GROUPS.values(), ReplyOptions, LoadOptions):
         for name, option in options_of(group).items():
             assert f"    {name}: {option.description}." in (group.__doc__ or "")
 
@@ -50,13 +50,13 @@ def test_signatures_take_all_options() -> None:
     ]
     replies += [chat.send, chat.stream, chat.asend, chat.astream, model.generate_batch, model.chat_batch]
     for call in replies:
-        assert typing.get_args(typing.get_type_hints(call)["options"]) == (types.GenerationOptions,), call
+        assert typing.get_args(typing.get_type_hints(call)["options"]) == (types.ReplyDict,), call
     for call in (edgeinfer.load, edgeinfer.plan, edgeinfer.aload):
-        assert typing.get_args(typing.get_type_hints(call)["options"]) == (types.LoadOptions,), call
+        assert typing.get_args(typing.get_type_hints(call)["options"]) == (types.LoadDict,), call
 
 
 def test_flags_and_requests_have_the_options_name() -> None:
-    for name, option in {**options_of(LoadConfig), **options_of(GenerationConfig)}.items():
+    for name, option in {**options_of(LoadOptions), **options_of(ReplyOptions)}.items():
         long = [flag for flag in option.flags if flag.startswith("--")]
         assert long in ([], [FLAGS.get(name, "--" + name.replace("_", "-"))]), name
     values: dict[str, Any] = {"stop": "a", "choices": ["a"], "stop_token_ids": [3], "regex": "a", "grammar": "a"}
@@ -72,8 +72,8 @@ def test_flags_and_requests_have_the_options_name() -> None:
     }
     values |= {"sampling": {"temperature": 0.5, "logit_bias": {"5": 1.0}}}
     elsewhere = {"max_tokens", "logprobs", "checker"}  # what OpenAI's endpoints name in different ways
-    for name in options_of(GenerationConfig).keys() - elsewhere:
-        option = options_of(GenerationConfig)[name]
+    for name in options_of(ReplyOptions).keys() - elsewhere:
+        option = options_of(ReplyOptions)[name]
         fields = Fields({name: values.get(name, 3 if option.default is None else option.default)})
         assert sampling(fields).keys() == {name}
         fields.end()
@@ -85,34 +85,34 @@ def test_flags_and_requests_have_the_options_name() -> None:
 
 
 def test_groups_are_their_options_and_what_is_given_by_itself_goes_first() -> None:
-    of = GenerationConfig.of
+    of = ReplyOptions.of
     assert of(search={"method": "beam", "beams": 6}) == of(search="beam", beams=6)
     assert of(search=edgeinfer.Search("beam", beams=6), beams=8).beams == 8
     assert of(compute=edgeinfer.ReducedCompute("exit", exit_layer=2)) == of(compute="exit", exit_layer=2)
     assert of(sampling=edgeinfer.Sampling(temperature=0.5, seed=1), seed=2) == of(temperature=0.5, seed=2)
     assert of(speculation={"drafters": "copy", "draft_max": 4}) == of(speculation="copy", draft_max=4)
     cache = Cache(kv="int8", prefix_cache="50MB")
-    assert LoadConfig.of(cache=cache) == LoadConfig.of(kv="int8", prefix_cache=parse_size("50MB"))
-    assert LoadConfig.of(speculation=edgeinfer.Speculation(draft_max=3, remember=False)).draft_max == 3
+    assert LoadOptions.of(cache=cache) == LoadOptions.of(kv="int8", prefix_cache=parse_size("50MB"))
+    assert LoadOptions.of(speculation=edgeinfer.Speculation(draft_max=3, remember=False)).draft_max == 3
 
 
 WRONG: list[tuple[Callable[[], Any], str, str]] = [
-    (lambda: LoadConfig.of(memroy="1GB"), "'memroy'", "Did you mean 'memory'?"),
-    (lambda: LoadConfig.of(temperature=1), "'temperature'", "generate()"),
-    (lambda: LoadConfig.of(cache={"kw": "int8"}), "Unknown option of Cache 'kw'", "Known options: kv,"),
-    (lambda: LoadConfig.of(cache="int8"), "'int8' cannot be used as Cache", "a mapping"),
-    (lambda: LoadConfig.of(speculation={"verification": "typical"}), "'verification'", "generate()"),
-    (lambda: LoadConfig.of(device="cudaa"), "'cudaa'", "Did you mean 'cuda'?"),
-    (lambda: GenerationConfig.of(temprature=1), "'temprature'", "Did you mean 'temperature'?"),
-    (lambda: GenerationConfig.of(threads=1), "'threads'", "edgeinfer.load()"),
-    (lambda: GenerationConfig.of(speculation={"remember": False}), "'remember'", "edgeinfer.load()"),
-    (lambda: GenerationConfig.of(speculation="copi"), "'copi'", "Did you mean 'copy'?"),
-    (lambda: GenerationConfig.of(search="bean"), "'bean'", "Did you mean 'beam'?"),
+    (lambda: LoadOptions.of(memroy="1GB"), "'memroy'", "Did you mean 'memory'?"),
+    (lambda: LoadOptions.of(temperature=1), "'temperature'", "generate()"),
+    (lambda: LoadOptions.of(cache={"kw": "int8"}), "Unknown option of Cache 'kw'", "Known options: kv,"),
+    (lambda: LoadOptions.of(cache="int8"), "'int8' cannot be used as Cache", "a mapping"),
+    (lambda: LoadOptions.of(speculation={"verification": "typical"}), "'verification'", "generate()"),
+    (lambda: LoadOptions.of(device="cudaa"), "'cudaa'", "Did you mean 'cuda'?"),
+    (lambda: ReplyOptions.of(temprature=1), "'temprature'", "Did you mean 'temperature'?"),
+    (lambda: ReplyOptions.of(threads=1), "'threads'", "edgeinfer.load()"),
+    (lambda: ReplyOptions.of(speculation={"remember": False}), "'remember'", "edgeinfer.load()"),
+    (lambda: ReplyOptions.of(speculation="copi"), "'copi'", "Did you mean 'copy'?"),
+    (lambda: ReplyOptions.of(search="bean"), "'bean'", "Did you mean 'beam'?"),
     (lambda: edgeinfer.Search("beam", beams=99), "beams=99", "from 1 to 16"),
     (lambda: edgeinfer.Search("extract"), "passage", "Give both"),
     (lambda: edgeinfer.ReducedCompute("unified", skip_cache="below"), "skip_cache", "Leave"),
-    (lambda: GenerationConfig(json_schema={}, regex="a"), "json_schema and regex cannot be combined", ""),
-    (lambda: GenerationConfig(choices=("a",), json_object=True), "choices and json_object", ""),
+    (lambda: ReplyOptions(json_schema={}, regex="a"), "json_schema and regex cannot be combined", ""),
+    (lambda: ReplyOptions(choices=("a",), json_object=True), "choices and json_object", ""),
     (lambda: edgeinfer.Sampling(logit_bias={"a": 1}), "logit_bias", "token ids"),  # type: ignore[dict-item]
 ]
 
@@ -230,7 +230,7 @@ WRONG_TYPE: list[dict[str, Any]] = [
 def test_generation_options_out_of_range(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(UsageError, match=name) as caught:
-        GenerationConfig(**option)
+        ReplyOptions(**option)
     assert caught.value.hint
 
 
@@ -239,29 +239,29 @@ def test_generation_options_of_the_wrong_type(option: dict[str, Any]) -> None:
     """They come from HTTP requests as they are, so they must not end as a TypeError somewhere inside."""
     (name,) = option
     with pytest.raises(UsageError, match=name):
-        GenerationConfig(**option)
+        ReplyOptions(**option)
 
 
 def test_replacing_validates_and_leaves_the_original() -> None:
-    config = GenerationConfig(temperature=0.5)
-    assert config.replace(top_k=3) == GenerationConfig(temperature=0.5, top_k=3)
+    config = ReplyOptions(temperature=0.5)
+    assert config.replace(top_k=3) == ReplyOptions(temperature=0.5, top_k=3)
     with pytest.raises(UsageError):
         config.replace(top_p=2)
-    assert config == GenerationConfig(temperature=0.5)
+    assert config == ReplyOptions(temperature=0.5)
 
 
 def test_one_stop_string_needs_no_list() -> None:
-    assert GenerationConfig(stop="end").stop == ("end",)  # type: ignore[arg-type]
-    assert GenerationConfig(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert ReplyOptions(stop="end").stop == ("end",)  # type: ignore[arg-type]
+    assert ReplyOptions(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
 @each_row(("options", "greedy"), [({}, True), ({"temperature": 1.0}, False), ({"temperature": 1.0, "top_k": 1}, True)])
 def test_greedy(options: dict[str, Any], greedy: bool) -> None:
-    assert GenerationConfig(**options).greedy is greedy
+    assert ReplyOptions(**options).greedy is greedy
 
 
 def test_log_probabilities_as_openai_asks_for_them() -> None:
-    assert [GenerationConfig.of(logprobs=asked).logprobs for asked in (True, False, None, 3)] == [0, None, None, 3]
+    assert [ReplyOptions.of(logprobs=asked).logprobs for asked in (True, False, None, 3)] == [0, None, None, 3]
 
 
 def test_nothing_is_made_of_what_is_too_large() -> None:
@@ -278,16 +278,16 @@ def test_nothing_is_made_of_what_is_too_large() -> None:
         "choices": [["a"] * 100_001, ["a" * 4_000_001]],
     }
     for name, value in largest.items():
-        GenerationConfig(**{name: value})
+        ReplyOptions(**{name: value})
         for too_large in larger[name]:
             with pytest.raises(UsageError, match=name) as caught:
-                GenerationConfig(**{name: too_large})
+                ReplyOptions(**{name: too_large})
             assert len(str(caught.value)) < 500
 
 
 def test_errors_do_not_quote_all_of_a_value() -> None:
     with pytest.raises(UsageError) as caught:
-        GenerationConfig(temperature="a" * 1_000_000)  # type: ignore[arg-type]
+        ReplyOptions(temperature="a" * 1_000_000)  # type: ignore[arg-type]
     assert len(str(caught.value)) < 500
 
 

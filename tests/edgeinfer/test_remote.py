@@ -309,7 +309,7 @@ def test_options_of_servers_are_checked() -> None:
         ({"remote": "http://localhost:1", "remote_loss": "never"}, "remote_loss"),
     ):
         with pytest.raises(UsageError, match=says):
-            edgeinfer.LoadConfig.of(**options)
+            edgeinfer.LoadOptions.of(**options)
     for url in (
         "http://localhost:8080",
         "http://192.168.1.4",
@@ -317,7 +317,7 @@ def test_options_of_servers_are_checked() -> None:
         "https://xn--strae-oqa.de/straße",
         "http://nas",
     ):
-        assert edgeinfer.LoadConfig(remote=url).remote == url
+        assert edgeinfer.LoadOptions(remote=url).remote == url
 
 
 def test_two_models_write_where_each_is_needed(server: Local, alone: edgeinfer.Model) -> None:

@@ -14,7 +14,7 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, run_case
 from edgeinfer.core.errors import BudgetError, UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import read_reply
 from edgeinfer.runtime.sampling import grammar_trial
 from tests.speculation import BUILTIN, PROMPT, load_eager, needs_builtin, plain, same
@@ -295,12 +295,12 @@ class Person:
 
 
 def test_a_class_is_its_schema_with_whoever_asks() -> None:
-    for config in (GenerationConfig(json_schema=Person), GenerationConfig.of().replace(json_schema=Person)):  # type: ignore[arg-type]
+    for config in (ReplyOptions(json_schema=Person), ReplyOptions.of().replace(json_schema=Person)):  # type: ignore[arg-type]
         assert config.json_schema == SCHEMA and json.dumps(config.json_schema) == json.dumps(SCHEMA)
         assert config.replace(max_tokens=3).json_schema.schema_class is Person  # type: ignore[union-attr]
     for wrong in (int, 5, [Person]):
         with pytest.raises(UsageError, match="json_schema"):
-            GenerationConfig.of(json_schema=wrong)
+            ReplyOptions.of(json_schema=wrong)
 
 
 def test_what_a_class_makes_of_a_reply() -> None:

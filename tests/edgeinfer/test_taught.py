@@ -25,7 +25,7 @@ from edgeinfer.bundle.additions import (
 )
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import BundleError, UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.research import judge
 from edgeinfer.runtime.research.judge import Mismatch, RightReply, find_mismatches, read_questions
@@ -234,7 +234,7 @@ def test_a_reply_is_steered_as_by_biases_and_the_same_with_drafts(bundle: Path) 
 @each_row("wrong", ("", ":2", "a:b", "a,a", "a:101", "a:nan", ",".join("abcdefghi"), 3))
 def test_wrong_scales_are_refused(wrong: Any) -> None:
     with pytest.raises(UsageError, match="steering"):
-        GenerationConfig(steering=wrong)
+        ReplyOptions(steering=wrong)
 
 
 @each_row(

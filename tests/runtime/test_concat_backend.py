@@ -23,7 +23,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
 from edgeinfer.core.errors import BackendError, BundleError, CapabilityError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
@@ -280,7 +280,7 @@ def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: Alone[ConcatBack
 
 
 def test_the_registry_finds_it(sums: Sums) -> None:
-    config = LoadConfig(context=CAPACITY)
+    config = LoadOptions(context=CAPACITY)
     facts = facts_of(sums.bundle, config)
     configuration = next(configurations(facts, config, (Drafting((), 0, False),)))
     backend = make_backend(facts, config, configuration)

@@ -17,7 +17,7 @@ from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, BundleError, CapabilityError, UnsupportedArchitectureError, UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import checkpoint_tensors
@@ -248,7 +248,7 @@ def text_of(backend: PagedBackend, chunk: int, **options: Any) -> Text:
 
 
 def greedy(engine: Text, prompt: Any, size: int = 6) -> list[int]:
-    processor = LogitsProcessor(GenerationConfig(temperature=0), engine.backend.geometry.vocab_size, 0)
+    processor = LogitsProcessor(ReplyOptions(temperature=0), engine.backend.geometry.vocab_size, 0)
     steps = engine.generate(list(prompt), Sampler(processor, list(prompt)), max_tokens=size, stop_ids=frozenset())
     return [step.token for step in steps]
 

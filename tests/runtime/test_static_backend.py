@@ -16,7 +16,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import seal
 from edgeinfer.core.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.core.options.decoding import MOST_DRAFTED, drafters_in
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
@@ -232,9 +232,9 @@ def test_impossible_requests(llama: Made) -> None:
     with pytest.raises(BundleError, match="no static graphs"):
         Alone(StaticBackend(llama.ordinary, 8), 8)
     with pytest.raises(BundleError, match="no static graphs"):
-        facts_of(llama.ordinary, LoadConfig(backend="onnx-static"))
+        facts_of(llama.ordinary, LoadOptions(backend="onnx-static"))
     with pytest.raises(BundleError, match="only their own backend"):
-        facts_of(llama.static, LoadConfig(backend="onnx"))
+        facts_of(llama.static, LoadOptions(backend="onnx"))
 
 
 @each_row(
@@ -249,7 +249,7 @@ def test_impossible_requests(llama: Made) -> None:
     ],
 )
 def test_only_planned_sessions_are_made(llama: Made, options: dict[str, Any], rows: list[int]) -> None:
-    config = LoadConfig(**options)
+    config = LoadOptions(**options)
     facts = facts_of(llama.static, config)
     names = drafters_in(config.speculation)
     drafting = Drafting(names, (config.draft_max or MOST_DRAFTED) if names else 0, False)

@@ -22,7 +22,7 @@ from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import BackendError, CapabilityError, StorageError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import Pass, PassCancelledError, PassResult
 from edgeinfer.runtime.backends.onnx.windowed import ReadAhead
@@ -292,7 +292,7 @@ def test_plans_ask_for_the_disk_that_passes_are_timed_on(
     bundle, asked = small(stored), list[Path]()
 
     def planned() -> Path:
-        subject = facts_of(bundle, LoadConfig(native=True))
+        subject = facts_of(bundle, LoadOptions(native=True))
         subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
         speed_model.speed_model(subject, lambda variant, **_: DeviceProfile(None))
         return asked[-1]

@@ -89,7 +89,7 @@ def print_a_stream(model: Model) -> None:
 
 
 def share_options(model: Model) -> None:
-    options: edgeinfer.GenerationOptions = {"max_tokens": 8, "search": "beam", "beams": 2, "seed": 1}
+    options: edgeinfer.ReplyDict = {"max_tokens": 8, "search": "beam", "beams": 2, "seed": 1}
     assert model.generate(PROMPT, **options).token_ids == model.stream(PROMPT, **options).complete().token_ids
 
 

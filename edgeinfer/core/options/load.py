@@ -129,7 +129,7 @@ ENGINE_OPTIONS = ("backend", "native", "device", "gpu_layers", "rpc", "rpc_publi
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig(CacheOptions, LoadDrafting, FlatOptions):
+class LoadOptions(CacheOptions, LoadDrafting, FlatOptions):
     """How a model is loaded."""
 
     kind: ClassVar[str] = "load option"
@@ -415,7 +415,7 @@ class LoadConfig(CacheOptions, LoadDrafting, FlatOptions):
 
     def _check_remote(self) -> None:
         if self.remote is None:
-            for name, declared in options_of(LoadConfig).items():
+            for name, declared in options_of(LoadOptions).items():
                 if name.startswith("remote") and getattr(self, name) != declared.default:
                     raise UsageError(Setting(name) + " needs a server.", "Name one with " + Setting("remote") + ".")
             return

@@ -143,7 +143,7 @@ class ClassSchema(dict[str, Any]):
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class GenerationConfig(SamplingOptions, SearchSettings, ComputeSettings, ReplyDrafting, FlatOptions):
+class ReplyOptions(SamplingOptions, SearchSettings, ComputeSettings, ReplyDrafting, FlatOptions):
     """How text is generated: how tokens are drawn, drafted and searched for, what the reply may be, and how much of the
     model each token takes. Defaults give greedy decoding."""
 

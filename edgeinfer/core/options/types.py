@@ -162,7 +162,7 @@ ComputeOption: TypeAlias = str | ReducedCompute | ReducedComputeDict
 CacheOption: TypeAlias = Cache | CacheDict
 
 
-class RequestOptions(_Sampling, _Search, _Compute, _ReplyDrafting, total=False):
+class RequestDict(_Sampling, _Search, _Compute, _ReplyDrafting, total=False):
     """Options of replies that requests of OpenAI's shape give in the same form."""
 
     max_tokens: int | None
@@ -214,7 +214,7 @@ class RequestOptions(_Sampling, _Search, _Compute, _ReplyDrafting, total=False):
     """How tokens are drawn, all of it; options given by themselves take precedence."""
 
 
-class GenerationOptions(RequestOptions, total=False):
+class ReplyDict(RequestDict, total=False):
     """All options of replies."""
 
     logit_bias: Mapping[int, float] | None
@@ -224,7 +224,7 @@ class GenerationOptions(RequestOptions, total=False):
     at each position; True is 0, the reply's tokens alone (default: none)."""
 
 
-class LoadOptionsButContext(CacheDict, _LoadDrafting, total=False):
+class LoadDictButContext(CacheDict, _LoadDrafting, total=False):
     """Options of loading where the context is given in another way."""
 
     memory: int | str | None
@@ -308,7 +308,7 @@ class LoadOptionsButContext(CacheDict, _LoadDrafting, total=False):
     """The KV cache: `Cache`, or a dictionary such as {'kv': 'int8'}; options given by themselves take precedence."""
 
 
-class LoadOptions(LoadOptionsButContext, total=False):
+class LoadDict(LoadDictButContext, total=False):
     """All options of loading."""
 
     context: int | None

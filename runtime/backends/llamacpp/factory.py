@@ -11,7 +11,7 @@ from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, BundleError, DeviceError, Setting
 from edgeinfer.core.options.decoding import MOST_DRAFTED
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
@@ -164,7 +164,7 @@ class LlamaCppFactory(BackendFactory):
 
         return " ".join(("llama.cpp", *features(llama_library())))
 
-    def device(self, config: LoadConfig) -> Device:
+    def device(self, config: LoadOptions) -> Device:
         """A graphics processor where one is asked for, or servers that hold layers."""
         if config.rpc_servers:
             return graphics_device(rpc_processor(config.rpc_servers))
@@ -172,14 +172,14 @@ class LlamaCppFactory(BackendFactory):
             return graphics_device(find_processor(config.device))
         return super().device(config)
 
-    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadOptions) -> ModelMemory:
         keeps = bool(config.prefix_cache)
         if device.on_cpu:
             return GgufMemory(bundle, keeps=keeps)
         processor = _processor(device)
         return GgufMemory(bundle, processor.shared, keeps=keeps, head_here=not processor.keeps_head)
 
-    def offload(self, bundle: Bundle, device: Device, config: LoadConfig) -> Callable[[Configuration], int] | None:
+    def offload(self, bundle: Bundle, device: Device, config: LoadOptions) -> Callable[[Configuration], int] | None:
         """As many layers as are asked for, or as fit into the memory that is free now."""
         if device.on_cpu:
             return None

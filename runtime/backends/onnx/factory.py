@@ -11,7 +11,7 @@ from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import CapabilityError
-from edgeinfer.core.options.load import MERGING, LoadConfig
+from edgeinfer.core.options.load import MERGING, LoadOptions
 from edgeinfer.runtime.backends.contract import Backend, runs_apart
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts, thread_count
 from edgeinfer.runtime.backends.onnx.memory import memory_of
@@ -36,7 +36,7 @@ class OnnxFactory(BackendFactory):
     def engine(self) -> str:
         return _onnxruntime()
 
-    def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
+    def layout(self, bundle: Bundle, config: LoadOptions, device: Device) -> Layout:
         native = config.native if device.traits.custom_ops else False
         return choose_layout(bundle, native, config.kv)
 
@@ -61,7 +61,7 @@ class OnnxFactory(BackendFactory):
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         return kernel_of(bundle, layout)
 
-    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadOptions) -> ModelMemory:
         return memory_of(bundle, layout, threads=thread_count(config))
 
     def make(self, order: BackendOrder) -> Backend:
@@ -98,7 +98,7 @@ class OptimumFactory(BackendFactory):
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         return "onnxruntime"
 
-    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadOptions) -> ModelMemory:
         return memory_of(bundle, layout)
 
     def make(self, order: BackendOrder) -> Backend:

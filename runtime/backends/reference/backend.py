@@ -19,7 +19,7 @@ from edgeinfer.bundle.parts import Mixer, with_sources
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BundleError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.nn import recurrent
 from edgeinfer.nn.arithmetic import rotation_border
 from edgeinfer.nn.decoder import Decoder, DecoderRun, Kept
@@ -204,7 +204,7 @@ class ReferenceFactory(BackendFactory):
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         return "numpy"
 
-    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadOptions) -> ModelMemory:
         return memory_of(bundle, layout, floats=True)
 
     def make(self, order: BackendOrder) -> Backend:

@@ -8,7 +8,7 @@ from edgeinfer.bundle.geometry import FLOAT32
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BundleError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
@@ -29,7 +29,7 @@ class StaticFactory(BackendFactory):
 
         return f"onnxruntime {onnxruntime.__version__}"
 
-    def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
+    def layout(self, bundle: Bundle, config: LoadOptions, device: Device) -> Layout:
         if bundle.manifest.static is None:
             message = f"{bundle.path} has no static graphs."
             raise BundleError(message, "Leave the backend out, or export the model with --static.")
@@ -43,7 +43,7 @@ class StaticFactory(BackendFactory):
 
         return kernel_of(bundle)
 
-    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadConfig) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, device: Device, config: LoadOptions) -> ModelMemory:
         pairs = file_has_pairs(bundle.path / TOKENIZER)
         ordinary = OnnxMemory(bundle, layout, pairs)
         return StaticMemory(bundle, ordinary, config.exact, device.on_cpu)

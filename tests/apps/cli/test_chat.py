@@ -23,7 +23,7 @@ import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.terminal.app import SwitchedModel, TerminalChat, WrappedText
 from edgeinfer.core.errors import BackendError, ContextLengthError, ModelError, UserError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from tests.cli import handling
 from tests.fakes import FakeStream
 from tests.tables import each_row
@@ -57,7 +57,7 @@ class FakeModel:
         return self
 
     def check(self, **options: Any) -> None:
-        GenerationConfig(**options)
+        ReplyOptions(**options)
 
     def stream(self, text: str, **options: Any) -> FakeStream:
         if text == "fail":

@@ -24,7 +24,7 @@ from edgeinfer.bundle.opening import (
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.core.errors import BundleError, StorageError, UsageError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.loading import open_model, within_budget
 from edgeinfer.tools.distilling import ModelReplier, measure_drafter
@@ -227,18 +227,18 @@ def test_a_drafter_takes_the_place_of_an_older_one(both: Bundle, bundle: Path, t
     ],
 )
 def test_a_nested_drafter_drafts_where_it_may(both: Bundle, options: dict[str, Any], drafts: bool) -> None:
-    config = LoadConfig.of(remember=False, **options)
+    config = LoadOptions.of(remember=False, **options)
     found, _ = within_budget(open_model(both.path, config), config)
     assert (found.drafter is not None) == drafts
 
 
 def test_a_draft_model_that_is_given_goes_before_the_nested_one(both: Bundle, bundle: Path) -> None:
-    found = open_model(both.path, LoadConfig.of(remember=False, draft_model=bundle))
+    found = open_model(both.path, LoadOptions.of(remember=False, draft_model=bundle))
     assert found.drafter is not None and found.drafter.bundle.path == bundle
 
 
 def test_the_built_in_model_brings_a_small_drafter() -> None:
-    found = open_model(None, LoadConfig.of(remember=False))
+    found = open_model(None, LoadOptions.of(remember=False))
     assert found.drafter is not None
     assert sum(file.stat().st_size for file in found.drafter.bundle.path.rglob("*")) < 600_000
     with edgeinfer.load(remember=False) as model:

@@ -12,13 +12,13 @@ import pytest
 from edgeinfer.apps.cli.main import COMMANDS, build_parser, main
 from edgeinfer.apps.cli.parser import Parser, help_text, usage
 from edgeinfer.core.options import options_of
-from edgeinfer.core.options.load import LoadConfig
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.options.reply import ReplyOptions
 from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
 from tests.recorded import check_recorded
 
 SCREEN_LINES, SCREEN_COLUMNS = 45, 80
-DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
+DECLARED = {**options_of(LoadOptions), **options_of(ReplyOptions)}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_help_of_chats_tells_what_they_sample_at(capsys: pytest.CaptureFixture[s
 
 def test_every_option_of_a_reply_has_a_flag() -> None:
     # Log-probabilities belong to chunks, which a command does not print.
-    assert {name for name, option in options_of(GenerationConfig).items() if not option.flags} == {
+    assert {name for name, option in options_of(ReplyOptions).items() if not option.flags} == {
         "logprobs",
         "checker",
     }

@@ -93,7 +93,7 @@ def served(
     contexts: Sequence[Path] = (),
     **options: Any,
 ) -> Iterator[Local]:
-    """Serve the built-in model on a free port for the block, with options of LoadConfig; `models` lets requests name
+    """Serve the built-in model on a free port for the block, with options of LoadOptions; `models` lets requests name
     other models of this machine, and they may name the files of `contexts`."""
     host, ready = ModelHost(parallel=parallel, queue=queued), queue.Queue[str | Exception]()
     urls: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.generation import TokenStream
 from edgeinfer.openai.chat import ChatCompletion
 from edgeinfer.openai.text import TextCompletion
@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 pytestmark = needs_builtin
 
 # The sampler has the prompt, and completions what the request said.
-KINDS = (StopMatcher, GenerationConfig, TokenStream, Sampler, ChatCompletion, TextCompletion)
+KINDS = (StopMatcher, ReplyOptions, TokenStream, Sampler, ChatCompletion, TextCompletion)
 
 
 @contextlib.contextmanager

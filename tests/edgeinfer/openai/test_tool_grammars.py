@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.core.errors import GrammarError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import Chunk
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.replies import (
@@ -299,7 +299,7 @@ VALUES: list[Any] = [
 
 
 def constraint(rule: str) -> GrammarConstraint:
-    source = grammar_source(GenerationConfig(grammar=f"start: {rule}"))
+    source = grammar_source(ReplyOptions(grammar=f"start: {rule}"))
     assert source is not None
     return GrammarConstraint(vocabulary(), source, [END])
 

@@ -22,7 +22,7 @@ from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BundleError, CapabilityError, DeviceError, UsageError
-from edgeinfer.core.options.load import DEVICES, LoadConfig
+from edgeinfer.core.options.load import DEVICES, LoadOptions
 from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx import graph_backend, selfcheck
@@ -412,4 +412,4 @@ def test_other_names_are_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(UsageError, match=r"Choose auto or one of .*openvino"):
         find_device(name)
     with pytest.raises(UsageError, match=r"Choose auto or one of .*openvino:NPU"):
-        LoadConfig(device=name)
+        LoadOptions(device=name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.core.errors import DeviceError, UsageError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.runtime.devices.providers import CPU_MEMORY, STATIC_ONLY, Device, Graphs
 from edgeinfer.runtime.devices.registry import choose_device, runs
 from tests.cli import TIME_LIMIT
@@ -21,7 +21,7 @@ ABSENT = Device("absent", "NoSuchExecutionProvider", {}, STANDIN.traits, CPU_MEM
 
 
 def chosen(graphs: Graphs = "ordinary", **options: Any) -> str:
-    return choose_device(LoadConfig(**options), graphs).name
+    return choose_device(LoadOptions(**options), graphs).name
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +79,9 @@ def test_what_is_not_installed_is_refused_with_its_package() -> None:
 def test_engines_of_their_own_do_without_onnxruntime() -> None:
     """It takes 50 MB that they have no use for."""
     code = (
-        "import sys; from edgeinfer.core.options.load import LoadConfig\n"
+        "import sys; from edgeinfer.core.options.load import LoadOptions\n"
         "from edgeinfer.runtime.devices import registry\n"
-        "for name in ('auto', 'cpu'): registry.choose_device(LoadConfig(device=name), 'none')\n"
+        "for name in ('auto', 'cpu'): registry.choose_device(LoadOptions(device=name), 'none')\n"
         "print('onnxruntime' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIME_LIMIT)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.decoding.sequence import run_alone
@@ -52,7 +52,7 @@ class Script:
 
 def given(text: Text, sampler: Greedy, *, chunk: int = 16, **options: Any) -> StrategyArguments:
     text.chunk = chunk
-    return StrategyArguments(text, sampler, GenerationConfig(**options), 16, 2.0)
+    return StrategyArguments(text, sampler, ReplyOptions(**options), 16, 2.0)
 
 
 def read(backend: Alone[Any], tokens: Sequence[int], wanted: Sequence[int] = ()) -> dict[int, Floats]:

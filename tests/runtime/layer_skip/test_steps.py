@@ -12,7 +12,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.core.errors import UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
@@ -53,7 +53,7 @@ def said(model: Alone[Any], text: Sequence[int]) -> Floats:  # (V,)
 
 
 def routed(
-    large: Alone[Any], small: Alone[Any], config: GenerationConfig, threshold: float, most: int
+    large: Alone[Any], small: Alone[Any], config: ReplyOptions, threshold: float, most: int
 ) -> tuple[list[int], int]:
     """The reply, and how many of its tokens the small model wrote."""
     sampler = Sampler(LogitsProcessor(config, V, config.seed or 0), PROMPT)
@@ -82,7 +82,7 @@ def routed(
 def test_steps_go_to_whoever_writes_them_better(
     engine: Text, backend: Alone[Any], other: Alone[Any], options: dict[str, Any], threshold: float
 ) -> None:
-    config = GenerationConfig(compute="steps", method_options={"step_advantage": threshold}, **options)
+    config = ReplyOptions(compute="steps", method_options={"step_advantage": threshold}, **options)
     sampler = Sampler(LogitsProcessor(config, V, config.seed or 0), PROMPT)
     other.cache.trim(0)
     given = StrategyArguments(engine, sampler, config, 3, None)
@@ -136,4 +136,4 @@ def test_a_reply_is_asked_for_by_name(tmp_path: Path) -> None:
     ):
         model.generate(PROMPT, compute="steps")
     with pytest.raises(UsageError, match="quality_floor"):
-        GenerationConfig(compute="steps", quality_floor=0.1)
+        ReplyOptions(compute="steps", quality_floor=0.1)

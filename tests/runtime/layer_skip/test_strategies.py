@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.core.errors import CapabilityError, UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
 from edgeinfer.runtime.decoding.sequence import Passes, run_alone
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
@@ -167,7 +167,7 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Text, backend:
     assert backend.cache.length == len(PROMPT)  # nothing that rests on filled rows stays
     assert steps.compute.caught_up == 0
     with pytest.raises(UsageError):  # nothing is caught up with that a floor could measure
-        GenerationConfig(compute="exit", skip_cache="below", quality_floor=0.1)
+        ReplyOptions(compute="exit", skip_cache="below", quality_floor=0.1)
 
 
 def test_exits_are_measured_by_the_passes_that_catch_up(engine: Text, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.planning.candidates import Drafting
@@ -69,7 +69,7 @@ class Large(MemoryModel):
 
 
 def plan(facts: BundleFacts, all_ways: bool = False, free: int | None = None, **options: Any) -> MemoryPlan:
-    config = LoadConfig(**options)
+    config = LoadOptions(**options)
     return search(facts, config, Large(facts, config, PROCESS), SpeedModel(pace_of), all_ways=all_ways, free=free)
 
 

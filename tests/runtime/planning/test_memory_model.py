@@ -14,7 +14,7 @@ from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BudgetError
 from edgeinfer.core.options.decoding import drafters_in
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import HEAD_ROWS
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
@@ -51,7 +51,7 @@ def export(layout: Layout, *, bits: int = 4, keep_small: bool = False) -> Bundle
 
 
 def planned(bundle: Bundle, layout: Layout | None = None, **options: Any) -> MemoryPlan:
-    config = LoadConfig(native=(layout or bundle.manifest.layout) == NATIVE, **options)
+    config = LoadOptions(native=(layout or bundle.manifest.layout) == NATIVE, **options)
     subject = dataclasses.replace(facts_of(bundle, config), option_bytes=OPTION_BYTES)
     return make_plan(subject, config, speed_model(subject, lambda variant, *, draft_model: DeviceProfile(None)))
 
@@ -127,7 +127,7 @@ def test_a_graph_of_onnxruntimes_operators_holds_the_scores_of_all_heads() -> No
 @pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
 def test_profiles_go_by_what_multiplies(backend: str, layout: Layout) -> None:
     bundle = export(layout)
-    config = LoadConfig(backend=backend, context=16, native=layout == NATIVE)
+    config = LoadOptions(backend=backend, context=16, native=layout == NATIVE)
     facts = facts_of(bundle, config)
     configuration = next(configurations(facts, config, (Drafting((), 0, False),)))
     assert make_backend(facts, config, configuration).kernel == facts.kernel()
@@ -190,7 +190,7 @@ def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
 
     def planned(free: int) -> MemoryPlan:
         monkeypatch.setattr(planner_module, "free_memory", lambda mapped=0: free)
-        config = LoadConfig(speculation="off", weights="mapped", context=2048)
+        config = LoadOptions(speculation="off", weights="mapped", context=2048)
         return make_plan(facts, config, speed, process=PROCESS)
 
     whole = planned(10**9)
@@ -217,7 +217,7 @@ def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(monkey
 
     def planned(free: int, **options: Any) -> MemoryPlan:
         monkeypatch.setattr(planner_module, "free_memory", lambda mapped=0: free)
-        config = LoadConfig(speculation="off", context=65_536, weights="mapped", **options)
+        config = LoadOptions(speculation="off", context=65_536, weights="mapped", **options)
         return make_plan(facts, config, speed, process=PROCESS)
 
     modest = planned(10**9, kv="int8").footprint.without_weights

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from edgeinfer.bundle.manifest import CacheQuality, QualityRecord
 from edgeinfer.core.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.core.options.decoding import drafters_in
-from edgeinfer.core.options.load import COUNTED, CountedPages, KvType, LoadConfig
+from edgeinfer.core.options.load import COUNTED, CountedPages, KvType, LoadOptions
 from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration
 from edgeinfer.runtime.planning.memory_model import MemoryModel
@@ -122,7 +122,7 @@ def test_what_is_fixed_stays_and_what_fits_is_found(facts: BundleFacts, fixed: d
         assert c.draft_max == fixed["draft_max"]
     if fixed.get("speculation", "auto") != "auto":
         assert set(c.drafters) == set(drafters_in(fixed["speculation"]))
-    config = LoadConfig(**fixed)
+    config = LoadOptions(**fixed)
     drafts = drafting_ways(facts, config, Large(facts, config, PROCESS), SpeedModel(pace_of))
     assert c in set(configurations(facts, config, drafts))
 
@@ -143,7 +143,7 @@ def test_the_head_alone_is_streamed_where_a_little_is_missing(facts: BundleFacts
     layers = facts.manifest.geometry.num_layers
 
     def windows(facts: BundleFacts, **options: Any) -> list[int]:
-        every = configurations(facts, LoadConfig(context=64, **options), PLAIN)
+        every = configurations(facts, LoadOptions(context=64, **options), PLAIN)
         return list(dict.fromkeys(each.window_layers for each in every))
 
     assert windows(facts) == [0, 2, 1, layers]
@@ -165,7 +165,7 @@ def test_drafts_shrink_to_nothing_with_the_budget(facts: BundleFacts) -> None:
 
 
 def test_four_bits_are_only_for_who_asks(facts: BundleFacts) -> None:
-    assert {c.kv for c in configurations(facts, LoadConfig(), PLAIN)} == {"float32", "int8"}
+    assert {c.kv for c in configurations(facts, LoadOptions(), PLAIN)} == {"float32", "int8"}
     assert plan(facts, kv="int4").configuration.kv == "int4"
     assert plan(facts, kv="int4").planned_bytes < plan(facts, kv="int8").planned_bytes < plan(facts).planned_bytes
 
@@ -293,7 +293,7 @@ def test_a_larger_budget_never_promises_less(
     options: dict[str, Any] = {"prefill_chunk": 32, "context": context}
 
     def ask(memory: int | None, all_ways: bool = False) -> MemoryPlan:
-        config = LoadConfig(memory=memory, **options)
+        config = LoadOptions(memory=memory, **options)
         return search(subject, config, Large(subject, config, PROCESS), SpeedModel(paced), all_ways=all_ways)
 
     free = ask(None)
@@ -345,7 +345,7 @@ def test_a_plan_agrees_with_itself(
 
     def ask(all_ways: bool = False, **options: Any) -> MemoryPlan:
         subject = dataclasses.replace(nested, drafter=None) if options.get("speculation") == "off" else nested
-        config = LoadConfig(counted=counted, prefill_chunk=32, **options)
+        config = LoadOptions(counted=counted, prefill_chunk=32, **options)
         memory, speed = Large(subject, config, PROCESS), speed_model(nested, profiles)
         return search(subject, config, memory, speed, all_ways=all_ways)
 
@@ -388,7 +388,7 @@ def test_drafters_go_by_the_speed_they_lose_for_their_bytes(facts: BundleFacts) 
     assert free.minimum_bytes == alone.minimum_bytes < alone.planned_bytes
     found = plan(nested, memory=free.planned_bytes - 1, context=2048)
     assert found.given_up == ("no draft model",) and found.planned_bytes == alone.planned_bytes
-    config = LoadConfig()
+    config = LoadOptions()
     memory = MemoryModel(nested, config, PROCESS)
     for model, first in ((0.0, "model"), (0.9, "recycle")):
         pace = dataclasses.replace(PACE, prospects=(*PACE.prospects, Prospect("model", 1.0, model, 0.01, model=True)))

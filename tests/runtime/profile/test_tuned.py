@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.core.errors import StorageError, UsageError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.runtime.profile import kept
 from edgeinfer.runtime.profile.settings import (
     KEPT_SETTINGS,
@@ -53,17 +53,17 @@ def test_impossible_settings_are_refused(bad: dict[str, Any]) -> None:
 def test_the_callers_own_are_never_overridden() -> None:
     cores = usable_cores()
     settings = dataclasses.replace(SETTINGS, threads=cores, affinity="")
-    assert settings.left_open_by(LoadConfig(), cores) == settings
-    assert settings.left_open_by(LoadConfig(prefill_chunk=16), cores) == dataclasses.replace(
+    assert settings.left_open_by(LoadOptions(), cores) == settings
+    assert settings.left_open_by(LoadOptions(prefill_chunk=16), cores) == dataclasses.replace(
         settings, prefill_chunk=None
     )
-    assert settings.left_open_by(LoadConfig(weights="streamed"), cores) == dataclasses.replace(settings, weights=None)
-    assert settings.left_open_by(LoadConfig(expert_memory=10**6), cores) == dataclasses.replace(settings, weights=None)
+    assert settings.left_open_by(LoadOptions(weights="streamed"), cores) == dataclasses.replace(settings, weights=None)
+    assert settings.left_open_by(LoadOptions(expert_memory=10**6), cores) == dataclasses.replace(settings, weights=None)
     # The other settings were not measured with another number of threads.
-    assert settings.left_open_by(LoadConfig(threads=cores + 1), cores) == UNTUNED
-    assert settings.left_open_by(LoadConfig(threads=cores), cores) == dataclasses.replace(settings, threads=None)
+    assert settings.left_open_by(LoadOptions(threads=cores + 1), cores) == UNTUNED
+    assert settings.left_open_by(LoadOptions(threads=cores), cores) == dataclasses.replace(settings, threads=None)
     chunk = TunedSettings(prefill_chunk=128)
-    assert chunk.left_open_by(LoadConfig(), cores) == chunk and chunk.left_open_by(LoadConfig(), cores + 1) == UNTUNED
+    assert chunk.left_open_by(LoadOptions(), cores) == chunk and chunk.left_open_by(LoadOptions(), cores + 1) == UNTUNED
 
 
 def test_a_profile_comes_back(cache: Path, tmp_path: Path) -> None:

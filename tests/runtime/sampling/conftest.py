@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
@@ -28,7 +28,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def made(
     tokenizer: TokenizerLike, ends: Sequence[int] = (1,), size: int | None = None, **form: Any
 ) -> GrammarConstraint:
-    source = grammar_source(GenerationConfig(**form))
+    source = grammar_source(ReplyOptions(**form))
     assert source is not None
     return GrammarConstraint(GrammarVocabulary(tokenizer, size or tokenizer.vocab_size), source, ends)
 

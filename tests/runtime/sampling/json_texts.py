@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
@@ -57,7 +57,7 @@ def vocabulary() -> GrammarVocabulary:
 
 def follow(schema: Any) -> GrammarConstraint:
     """The constraint of a schema at its beginning."""
-    source = grammar_source(GenerationConfig(json_schema=schema))
+    source = grammar_source(ReplyOptions(json_schema=schema))
     assert source is not None
     return GrammarConstraint(vocabulary(), source, [END])
 

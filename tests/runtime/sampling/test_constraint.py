@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import edgeinfer
 from edgeinfer.core.errors import UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.sampling.constraint import (
     ChoiceConstraint,
     ChoiceTrie,
@@ -124,7 +124,7 @@ def test_frequencies_of_replies_are_the_product_of_the_renormalised_ones() -> No
     choices, ends = [[0, 1], [0, 2], [3]], [4]
     row = np.array([0.5, 1.0, 0.2, -0.3, 3.0, 5.0], np.float32)
     processor, constraint = (
-        LogitsProcessor(GenerationConfig(temperature=1.0), 6, seed=9),
+        LogitsProcessor(ReplyOptions(temperature=1.0), 6, seed=9),
         ChoiceConstraint(ChoiceTrie(choices, ends)),
     )
     n, seen = 4000, dict.fromkeys(map(tuple, choices), 0)
@@ -157,7 +157,7 @@ def no_double(text: str, ended: bool) -> bool:
 def test_tokens_are_those_that_drawing_among_all_accepted_ones_gives(options: dict[str, Any]) -> None:
     """Bit for bit, for the same seed; also behind drafts."""
     for seed in range(60):
-        config = GenerationConfig(**options)
+        config = ReplyOptions(**options)
         checked = Sampler(LogitsProcessor(config, V, seed), PROMPT, check=TextCheck(no_double, Letters(), STOPS))
         masked = LogitsProcessor(config, V, seed)
         plain = Sampler(masked, PROMPT)
@@ -220,11 +220,11 @@ def test_a_check_that_refuses_all_or_fails_says_so() -> None:
         (lambda text, ended: False, "refuses each of the 10 tokens"),
         (fails, "ValueError: no such"),
     ):
-        sampler = Sampler(LogitsProcessor(GenerationConfig(), V, 1), PROMPT, check=TextCheck(check, Letters(), STOPS))
+        sampler = Sampler(LogitsProcessor(ReplyOptions(), V, 1), PROMPT, check=TextCheck(check, Letters(), STOPS))
         with pytest.raises(UsageError, match=message):
             sampler.sample(letters_logits([1]), 0)
     with pytest.raises(UsageError, match="checker"):
-        GenerationConfig(checker="isdigit")  # type: ignore[arg-type]
+        ReplyOptions(checker="isdigit")  # type: ignore[arg-type]
 
 
 class Spelled(Letters):
@@ -302,9 +302,9 @@ def test_what_is_pushed_is_undone() -> None:
 
 def test_it_goes_with_some_searches_and_no_form() -> None:
     with pytest.raises(UsageError, match="leaves no thought"):
-        GenerationConfig(thinking_budget=3, choices=("a", "b"))
+        ReplyOptions(thinking_budget=3, choices=("a", "b"))
     with pytest.raises(UsageError, match="out of range"):
-        GenerationConfig(thinking_budget=-1)
+        ReplyOptions(thinking_budget=-1)
     for search in ("vote", "particles"):
         assert Trial(LettersBackend(400), search=search, temperature=0.9, thinking_budget=3).tokens()
     with pytest.raises(UsageError, match="cannot limit thoughts"):
@@ -312,7 +312,7 @@ def test_it_goes_with_some_searches_and_no_form() -> None:
 
 
 def test_only_the_end_can_be_drawn() -> None:
-    config = GenerationConfig(temperature=1.0, thinking_budget=1)
+    config = ReplyOptions(temperature=1.0, thinking_budget=1)
     sampler = Sampler(LogitsProcessor(config, V, 1), [1], ThinkingBudget(Tagged(), 1, [1]))
     logits = np.zeros(V, np.float32)
     sampler.accept(0, logits)

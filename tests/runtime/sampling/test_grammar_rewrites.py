@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.core.errors import GrammarError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_schema import mended
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
@@ -215,7 +215,7 @@ NUMBERS = ("3.141592653589793", "6.02e23", "-1.5E-10", "0.3000000000000004", "1e
 
 
 def made_of(form: Mapping[str, Any]) -> GrammarConstraint:
-    source = grammar_source(GenerationConfig(**form))
+    source = grammar_source(ReplyOptions(**form))
     assert source is not None
     return GrammarConstraint(vocabulary(), source, [END])
 

@@ -15,7 +15,7 @@ from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import BackendError, UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.sampling.distributions import GumbelNoise, token_logprobs, uniform
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Penalties, TokenCounts
 
@@ -33,7 +33,7 @@ ROWS = st.lists(st.integers(-12, 12).map(lambda x: x / 4) | st.just(-math.inf), 
 )
 
 
-def oracle(row: list[float], config: GenerationConfig) -> list[float]:
+def oracle(row: list[float], config: ReplyOptions) -> list[float]:
     """Straight from the definitions: sort all, cut thrice, renormalising each time."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     if config.top_k:
@@ -73,7 +73,7 @@ def test_distribution_of_what_a_mask_allows_equals_the_oracle(
 ) -> None:
     row, allowed = case
     hidden, mask = (row, None) if everything else (masked(row, allowed), np.array(allowed))
-    config = GenerationConfig(**options)
+    config = ReplyOptions(**options)
     got = LogitsProcessor(config, len(row), 0).probabilities(np.array(row, np.float32), None, mask)
     best = hidden.index(max(hidden))
     expected = [float(i == best) for i in range(len(row))] if config.greedy else oracle(hidden, config)
@@ -89,7 +89,7 @@ def test_distribution_of_what_a_mask_allows_equals_the_oracle(
 def test_nucleus_of_a_large_flat_vocabulary() -> None:
     row = np.random.default_rng(0).normal(0, 0.5, 30_000).astype(np.float32)
     for top_p in (0.3, 0.9, 0.999, 0.9999999):
-        config = GenerationConfig(temperature=1.0, top_p=top_p)
+        config = ReplyOptions(temperature=1.0, top_p=top_p)
         got = LogitsProcessor(config, len(row), 0).probabilities(row)
         np.testing.assert_allclose(got, oracle(row.tolist(), config), rtol=1e-9, atol=1e-15)
 
@@ -109,7 +109,7 @@ def test_draws_follow_the_distribution(n: int) -> None:
         {"temperature": 1.0, "top_k": 9, "top_p": 0.95, "min_p": 0.02, "presence_penalty": 0.5},
     ]
     for options in several:
-        processor = LogitsProcessor(GenerationConfig(**options), 12, seed=11)
+        processor = LogitsProcessor(ReplyOptions(**options), 12, seed=11)
         target = processor.probabilities(row, counts)
         seen = np.bincount([processor.sample(row, position, counts) for position in range(n)], minlength=12)
         allowed = target > 0
@@ -128,7 +128,7 @@ def test_draws_follow_the_distribution(n: int) -> None:
 def test_a_draw_has_the_largest_sum_of_log_probability_and_noise(
     row: list[float], options: dict[str, Any], seed: int, position: int
 ) -> None:
-    processor = LogitsProcessor(GenerationConfig(**options), len(row), seed)
+    processor = LogitsProcessor(ReplyOptions(**options), len(row), seed)
     logits = np.array(row, np.float32)
     token = processor.sample(logits, position)
     likely = np.flatnonzero(probabilities := processor.probabilities(logits))
@@ -139,11 +139,11 @@ def test_a_draw_has_the_largest_sum_of_log_probability_and_noise(
 
 def test_greedy_takes_the_lowest_of_equals_after_bias_and_penalties() -> None:
     row = np.array([0, 3, 3, 1], np.float32)
-    assert LogitsProcessor(GenerationConfig(), 4, 0).sample(row, 0) == 1
-    assert LogitsProcessor(GenerationConfig(temperature=0.9, top_k=1), 4, 0).sample(row, 0) == 1
-    assert LogitsProcessor(GenerationConfig(logit_bias={1: -1.0}), 4, 0).sample(row, 0) == 2
+    assert LogitsProcessor(ReplyOptions(), 4, 0).sample(row, 0) == 1
+    assert LogitsProcessor(ReplyOptions(temperature=0.9, top_k=1), 4, 0).sample(row, 0) == 1
+    assert LogitsProcessor(ReplyOptions(logit_bias={1: -1.0}), 4, 0).sample(row, 0) == 2
     counts = TokenCounts([1, 2])
-    assert LogitsProcessor(GenerationConfig(repetition_penalty=10.0), 4, 0).sample(row, 0, counts) == 3
+    assert LogitsProcessor(ReplyOptions(repetition_penalty=10.0), 4, 0).sample(row, 0, counts) == 3
     np.testing.assert_array_equal(row, [0, 3, 3, 1])
 
 
@@ -151,7 +151,7 @@ def test_unusable_logits_are_the_backends_fault() -> None:
     rows = ([-math.inf] * 3, [math.nan] * 3, [1.0, math.nan, 2.0], [0.0, math.inf, 1.0])
     several: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 2, "top_p": 0.9}]
     for row, options in product(rows, several):
-        processor, logits = LogitsProcessor(GenerationConfig(**options), 3, 0), np.array(row, np.float32)
+        processor, logits = LogitsProcessor(ReplyOptions(**options), 3, 0), np.array(row, np.float32)
         for call in (processor.sample, token_logprobs):
             with pytest.raises(BackendError, match="No token can be chosen"):
                 call(logits, 0)
@@ -164,7 +164,7 @@ def test_unusable_logits_are_the_backends_fault() -> None:
 def test_extreme_temperatures_stay_finite() -> None:
     row = np.array([1.0, -500.0, 80.0, 80.0], np.float32)
     for temperature, min_p in product((1e-308, 1e-30, 1e-5, 100.0), (0.0, 0.5, 1e-300)):
-        p = LogitsProcessor(GenerationConfig(temperature=temperature, min_p=min_p), 4, 0).probabilities(row)
+        p = LogitsProcessor(ReplyOptions(temperature=temperature, min_p=min_p), 4, 0).probabilities(row)
         weights = np.array([0, 0, 1, 1]) if temperature < 1 else np.exp((row - 80) / 100)
         np.testing.assert_allclose(
             p, np.where(weights < min_p, 0, weights) / weights[weights >= min_p].sum(), atol=1e-6
@@ -186,8 +186,8 @@ def test_logprobs_are_the_models_own(row: list[float], top: int) -> None:
 
 def test_half_precision_logits_work() -> None:
     row: NDArray[np.float16] = np.array([1, 2, 3, 4], np.float16)
-    p = LogitsProcessor(GenerationConfig(temperature=1.0, top_k=3), 4, 0).probabilities(row)
-    np.testing.assert_allclose(p, oracle([1, 2, 3, 4], GenerationConfig(temperature=1.0, top_k=3)))
+    p = LogitsProcessor(ReplyOptions(temperature=1.0, top_k=3), 4, 0).probabilities(row)
+    np.testing.assert_allclose(p, oracle([1, 2, 3, 4], ReplyOptions(temperature=1.0, top_k=3)))
 
 
 def test_what_is_drawn_of_a_large_vocabulary_has_the_largest_sum_of_all() -> None:
@@ -200,9 +200,7 @@ def test_what_is_drawn_of_a_large_vocabulary_has_the_largest_sum_of_all() -> Non
         sums = row.astype(np.float64) / heat + noise.of(np.arange(len(row)), position)
         for allowed in (None, np.arange(1, len(row), 3)):
             ids = np.arange(len(row)) if allowed is None else allowed
-            drawn = LogitsProcessor(GenerationConfig(temperature=heat), len(row), 9).sample(
-                row, position, None, allowed
-            )
+            drawn = LogitsProcessor(ReplyOptions(temperature=heat), len(row), 9).sample(row, position, None, allowed)
             assert drawn == ids[sums[ids].argmax()]
 
 
@@ -214,7 +212,7 @@ def test_a_draw_under_a_mask_is_that_from_masked_logits(
     row, allowed = case
     logits, hidden = np.array(row, np.float32), np.array(masked(row, allowed), np.float32)
     for temperature in (0.0, 1.0):
-        processor = LogitsProcessor(GenerationConfig(temperature=temperature, top_k=top_k, min_p=min_p), len(row), seed)
+        processor = LogitsProcessor(ReplyOptions(temperature=temperature, top_k=top_k, min_p=min_p), len(row), seed)
         token = processor.sample(logits, position, None, np.array(allowed))
         assert token == processor.sample(hidden, position) and token in allowed
         ids, weights = processor.support(logits, None, np.array(allowed))
@@ -225,7 +223,7 @@ def test_bias_and_penalties_come_before_the_mask() -> None:
     for size in (1, 40, 390):
         chance = np.random.default_rng(size)
         options = {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "logit_bias": {7: 4.0, 350: -2.0}}
-        config = GenerationConfig(temperature=0.8, **options)  # type: ignore[arg-type]
+        config = ReplyOptions(temperature=0.8, **options)  # type: ignore[arg-type]
         processor, penalties, counts = (
             LogitsProcessor(config, 400, 1),
             Penalties.from_config(config, 400),
@@ -246,7 +244,7 @@ def test_bias_and_penalties_come_before_the_mask() -> None:
 def test_a_bias_that_bans_all_that_is_allowed_is_an_error() -> None:
     several: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1}]
     for options in several:
-        processor = LogitsProcessor(GenerationConfig(logit_bias={1: -math.inf, 2: -math.inf}, **options), 4, 0)
+        processor = LogitsProcessor(ReplyOptions(logit_bias={1: -math.inf, 2: -math.inf}, **options), 4, 0)
         row = np.zeros(4, np.float32)
         with pytest.raises(UsageError, match="bans every token that may follow"):
             processor.sample(row, 0, None, np.array([1, 2]))
@@ -255,7 +253,7 @@ def test_a_bias_that_bans_all_that_is_allowed_is_an_error() -> None:
 
 
 def test_what_a_mask_hides_does_not_pile_up() -> None:
-    for config in (GenerationConfig(repetition_penalty=0.5), GenerationConfig(logit_bias={3: -1e6})):
+    for config in (ReplyOptions(repetition_penalty=0.5), ReplyOptions(logit_bias={3: -1e6})):
         row, counts = np.ones(64, np.float32), TokenCounts([4])
         processor = LogitsProcessor(config, 64, 0)
         processor.sample(row, 0, counts)
@@ -283,7 +281,7 @@ V = 40
 TOKENS = st.lists(st.integers(0, V - 1), max_size=30)
 
 
-def naive(row: NDArray[np.float32], config: GenerationConfig, prompt: list[int], reply: list[int]) -> list[float]:
+def naive(row: NDArray[np.float32], config: ReplyOptions, prompt: list[int], reply: list[int]) -> list[float]:
     out = [float(x) for x in row]
     for token, bias in config.logit_bias.items():
         out[token] += bias
@@ -316,7 +314,7 @@ def test_equal_the_formulas(
     bias: dict[int, float],
     seed: int,
 ) -> None:
-    config = GenerationConfig(
+    config = ReplyOptions(
         repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence, logit_bias=bias
     )
     row = np.random.default_rng(seed).normal(0, 5, V).astype(np.float32)
@@ -347,8 +345,8 @@ def test_counts_follow_pushes_and_pops(prompt: list[int], moves: list[int | None
 
 def test_a_bias_bans_and_forces_without_nan_within_the_vocabulary() -> None:
     row = np.zeros(V, np.float32)
-    Penalties.from_config(GenerationConfig(logit_bias={3: -math.inf, 5: math.inf}), V).apply(row, None)
+    Penalties.from_config(ReplyOptions(logit_bias={3: -math.inf, 5: math.inf}), V).apply(row, None)
     assert row[3] == -math.inf and np.isfinite(row[5]) and row.argmax() == 5
     for token in (-1, V):
         with pytest.raises(UsageError, match="logit_bias"):
-            Penalties.from_config(GenerationConfig(logit_bias={token: 1.0}), V)
+            Penalties.from_config(ReplyOptions(logit_bias={token: 1.0}), V)

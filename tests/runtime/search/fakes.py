@@ -11,7 +11,7 @@ import numpy as np
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.core.errors import BackendError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult, check_pass
@@ -164,7 +164,7 @@ class Trial:
         anchor: LettersAnchor | None = None,
         **options: Any,
     ) -> None:
-        self.config = GenerationConfig(**nested({"max_tokens": 12, "seed": 5} | options))
+        self.config = ReplyOptions(**nested({"max_tokens": 12, "seed": 5} | options))
         self.sequence = Text(backend, backend.cache, 4)
         self.backend, self.stop_ids, self.prompt = backend, stop_ids, prompt
         self.sampler = Sampler(LogitsProcessor(self.config, V, self.config.seed or 0), prompt, constraint)
@@ -203,7 +203,7 @@ class Trial:
 
 def alone(seed: int, *, stop_ids: frozenset[int] = frozenset({END}), **options: Any) -> list[int]:
     """A reply drawn by itself."""
-    config = GenerationConfig(**({"max_tokens": 12} | options | {"seed": seed}))
+    config = ReplyOptions(**({"max_tokens": 12} | options | {"seed": seed}))
     backend = LettersBackend()
     sampler = Sampler(LogitsProcessor(config, V, seed), PROMPT)
     steps = Text(backend, backend.cache, 4).generate(PROMPT, sampler, max_tokens=config.max_tokens, stop_ids=stop_ids)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import ContextLengthError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.anchored import Anchored, DivergenceBudget, fuse, prefix_debt
 from tests.runtime.search.fakes import PROMPT, LettersAnchor, LettersBackend, Trial, V, alone, letters_logits
@@ -109,7 +109,7 @@ def test_without_a_limit_it_is_the_model_and_without_a_budget_the_anchor() -> No
     assert free.tokens() == alone(5, **options)
     assert free.strategy.search.trials == 0
     anchor, bound = LettersAnchor(), Trial(LettersBackend(), anchor_budget=0.0, **WARM)
-    sampler, text = Sampler(LogitsProcessor(GenerationConfig(temperature=1.0), V, 5), PROMPT), list(PROMPT)
+    sampler, text = Sampler(LogitsProcessor(ReplyOptions(temperature=1.0), V, 5), PROMPT), list(PROMPT)
     for token in bound.tokens():
         assert token == sampler.sample(anchor.logits(text), len(text))
         text.append(token)

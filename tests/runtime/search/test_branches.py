@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.core.errors import BackendError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import SearchUse
 from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
@@ -35,7 +35,7 @@ CAPACITY = 64
 
 
 def parts_of(backend: Any) -> SearchParts:
-    config = GenerationConfig()
+    config = ReplyOptions()
     sampler = Sampler(LogitsProcessor(config, V, 0), PROMPT)
     text = Sequence(getattr(backend, "model", backend), backend.cache, 4)
     return SearchParts(text, sampler, config, frozenset(), Letters(), continues=False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.research.cautious import trials_for
 from edgeinfer.runtime.research.contrast import contrasted
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
@@ -111,7 +111,7 @@ def test_contrast_moves_away_from_the_worse_prompt() -> None:
         lame = "gabcaf.a,bd" * 2
         options: dict[str, Any] = {"temperature": temperature, "uncertainty": above, "max_tokens": 15}
         trial = Trial(LettersBackend(), search="contrast", lame_prompt=lame, contrast_strength=0.8, **options)
-        config = GenerationConfig(temperature=temperature)
+        config = ReplyOptions(temperature=temperature)
         sampler, said, changed = Sampler(LogitsProcessor(config, V, 5), PROMPT), list[int](), 0
         worse = [LETTERS.index(letter) for letter in lame]
         while len(said) < 15 and END not in said:
@@ -165,7 +165,7 @@ def test_trials_by_entropy() -> None:
     assert [trials_for(h) for h in (0.0, 0.01, 0.17, 0.18, 1.49, 1.5, 9.0)] == [1, 1, 1, 2, 9, 10, 10]
 
 
-def pieces(config: GenerationConfig, most: int) -> tuple[list[int], int]:
+def pieces(config: ReplyOptions, most: int) -> tuple[list[int], int]:
     """Cautious next tokens written out, every trial by itself, and how many tokens were tried once."""
     sampler, said, single = Sampler(LogitsProcessor(config, V, 5), PROMPT), list[int](), 0
     while len(said) < most and END not in said:
@@ -202,7 +202,7 @@ def pieces(config: GenerationConfig, most: int) -> tuple[list[int], int]:
 )
 def test_cautious_takes_the_least_perplexing_piece(options: dict[str, Any], singles: bool) -> None:
     trial = Trial(LettersBackend(900), search="cautious", max_tokens=30, **options)
-    tokens, single = pieces(GenerationConfig(**options), 30)
+    tokens, single = pieces(ReplyOptions(**options), 30)
     assert trial.tokens() == tokens
     use = trial.strategy.search
     assert use.trials - use.branches == single and use.branches > 1 and not use.lossless

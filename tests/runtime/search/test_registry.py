@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.core.errors import CapabilityError, UsageError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
@@ -67,7 +67,7 @@ def test_rules_of_its_own_leave_no_place_for_others() -> None:
 @each_row("name", SEARCH_KINDS)
 def test_only_some_follow_a_constraint(name: str) -> None:
     choices = [[1, 2, 3], [4, 5], [1, 2, 6]]
-    config = GenerationConfig(**nested(options_of(name)), max_tokens=8)
+    config = ReplyOptions(**nested(options_of(name)), max_tokens=8)
     sampler = Sampler(LogitsProcessor(config, V, 1), PROMPT, ChoiceConstraint(ChoiceTrie(choices, [END])))
     backend = LettersBackend()
     text, stops = Sequence(backend, backend.cache, 16), frozenset({END})
@@ -112,10 +112,10 @@ def test_wrong_values_are_refused() -> None:
     wrongs += [{"search": "particles", "temperature": 1.0, "method_options": {"scorer": "len"}}]
     for wrong in wrongs:
         with pytest.raises(UsageError) as caught:
-            GenerationConfig(**wrong)
+            ReplyOptions(**wrong)
             pytest.fail(f"{wrong} was taken")
         assert caught.value.hint
 
 
 def test_defaults_are_right() -> None:
-    assert GenerationConfig(resistance=[1, 2]).resistance == (1.0, 2.0)  # type: ignore[arg-type]
+    assert ReplyOptions(resistance=[1, 2]).resistance == (1.0, 2.0)  # type: ignore[arg-type]

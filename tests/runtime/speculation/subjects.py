@@ -16,7 +16,7 @@ from edgeinfer.bundle.additions import add_heads
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
@@ -50,15 +50,15 @@ EXPORTS = {
 }
 # A random model rambles; among three tokens it repeats itself often enough for tables to draft, and to be wrong.
 FEW = dict.fromkeys((40, 51, 62), 50.0)
-GREEDY = GenerationConfig(logit_bias=FEW)
-SAMPLED = GenerationConfig(temperature=0.8, top_p=0.9, seed=5, logit_bias=FEW)
-PENALISED = GenerationConfig(temperature=0.7, repetition_penalty=1.02, frequency_penalty=0.2, seed=6, logit_bias=FEW)
+GREEDY = ReplyOptions(logit_bias=FEW)
+SAMPLED = ReplyOptions(temperature=0.8, top_p=0.9, seed=5, logit_bias=FEW)
+PENALISED = ReplyOptions(temperature=0.7, repetition_penalty=1.02, frequency_penalty=0.2, seed=6, logit_bias=FEW)
 
 
 class Witness(Sampler):
     """A sampler that keeps the logits that each position was last chosen from."""
 
-    def __init__(self, config: GenerationConfig, vocabulary: int, constraint: ChoiceConstraint | None = None) -> None:
+    def __init__(self, config: ReplyOptions, vocabulary: int, constraint: ChoiceConstraint | None = None) -> None:
         super().__init__(LogitsProcessor(config, vocabulary, config.seed or 0), PROMPT, constraint)
         self.logits: dict[int, Floats] = {}
 
@@ -95,7 +95,7 @@ class Subject:
         self._model = cache(model)
         self._plain: dict[str, Text] = {}
 
-    def plain(self, config: GenerationConfig) -> Text:
+    def plain(self, config: ReplyOptions) -> Text:
         """What decoding without drafts gives, decoded once."""
         key = repr(config)
         if key not in self._plain:
@@ -104,7 +104,7 @@ class Subject:
 
     def decode(
         self,
-        config: GenerationConfig,
+        config: ReplyOptions,
         drafters: Sequence[str] = (),
         *,
         width: int = 1,
@@ -120,7 +120,7 @@ class Subject:
         return Text(tokens, sampler.logits, self.backend.cache.snapshot(), rounds)
 
     def rounds(
-        self, sampler: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
+        self, sampler: Witness, config: ReplyOptions, names: Sequence[str], width: int, noise: float
     ) -> SpeculativeDecoding:
         model = self._model() if {"model", "rapid"} & {*names} else None
         if model is not None:

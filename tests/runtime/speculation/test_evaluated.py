@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import SpeculationUse
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
@@ -52,7 +52,7 @@ def verified(tokens: list[int]) -> tuple[tuple[int, ...], Head]:
     draft = Draft(
         tuple(Guess(token, 0) for token in tokens), tuple(range(-1, len(tokens) - 1)), ("copy",) * len(tokens)
     )
-    sampler = Sampler(LogitsProcessor(GenerationConfig(), VOCABULARY, 0), [0])
+    sampler = Sampler(LogitsProcessor(ReplyOptions(), VOCABULARY, 0), [0])
     return decided(verify_keyed(draft, RoundView(sampler, draft, rows, 1)), rows).accepted, head
 
 
@@ -92,7 +92,7 @@ def test_tables_learn_from_rows_that_are_not_there_what_was_accepted() -> None:
 
 
 # One token again and again, so that drafts of any length come true.
-REPEATING = GenerationConfig(logit_bias={40: 60.0}, logprobs=2)
+REPEATING = ReplyOptions(logit_bias={40: 60.0}, logprobs=2)
 
 
 class LongDrafts:
@@ -118,7 +118,7 @@ class LongDrafts:
         return self._head(cache, hidden)
 
     def told(
-        self, config: GenerationConfig = REPEATING, drafters: tuple[str, ...] = ("copy",), noise: float = 0.0
+        self, config: ReplyOptions = REPEATING, drafters: tuple[str, ...] = ("copy",), noise: float = 0.0
     ) -> list[Told]:
         """Tokens and what was reported of them, until a pass is cancelled, which ends the reply."""
         self._subject.conversation, self.heads = Sequence(self.backend.model, self.backend.cache, 8), 0

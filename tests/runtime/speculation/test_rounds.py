@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle.layouts import Layout
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from tests.kernel import require_kernel
 from tests.runtime.models import make_graph_backend
 from tests.runtime.speculation.subjects import EXPORTS, GREEDY, PENALISED, PROMPT, SAMPLED, Subject, Text, bundles
@@ -63,7 +63,7 @@ def assert_same(actual: Text, expected: Text) -> None:
 @pytest.mark.parametrize("config", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("drafters", DRAFTERS, ids="+".join)
 def test_the_text_is_that_of_plain_decoding_bit_for_bit(
-    subject: Subject, drafters: tuple[str, ...], config: GenerationConfig
+    subject: Subject, drafters: tuple[str, ...], config: ReplyOptions
 ) -> None:
     plain = subject.plain(config)
     drafted = subject.decode(config, drafters)

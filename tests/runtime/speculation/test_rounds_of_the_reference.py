@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
@@ -29,7 +29,7 @@ def reference() -> Subject:
     "drafters", [("recycle",), ("model",), ("medusa",), ("copy", "ngram", "recycle")], ids="+".join
 )
 def test_trees_give_the_text_of_plain_decoding(
-    reference: Subject, drafters: tuple[str, ...], config: GenerationConfig, width: int
+    reference: Subject, drafters: tuple[str, ...], config: ReplyOptions, width: int
 ) -> None:
     plain = reference.plain(config)
     drafted = reference.decode(config, drafters, width=width)

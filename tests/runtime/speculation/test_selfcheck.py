@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle.layouts import PORTABLE, Layout
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit
@@ -189,7 +189,7 @@ def test_a_greedy_choice_is_near_an_edge_where_it_is_near_a_tie(row: Floats, noi
 
 
 def sampled(row: Floats, position: int, **options: Any) -> Callable[[Floats], int]:
-    processor = LogitsProcessor(GenerationConfig(**options), len(row), seed=3)
+    processor = LogitsProcessor(ReplyOptions(**options), len(row), seed=3)
     return lambda logits: processor.sample(logits, position)
 
 

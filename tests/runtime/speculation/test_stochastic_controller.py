@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
 from edgeinfer.runtime.decoding.sequence import Passes
@@ -69,7 +69,7 @@ class Drafter(LogitDrafter):
         return drafter_logits([*context.tokens, *drafted])
 
 
-def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
+def reply(config: ReplyOptions, width: int) -> tuple[int, ...]:
     backend = Target()
     processor = LogitsProcessor(config, V, config.seed or 0)
     sampler = Sampler(processor, PROMPT)
@@ -82,7 +82,7 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     return tokens
 
 
-def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
+def expected(config: ReplyOptions) -> dict[tuple[int, ...], float]:
     """Probability of every reply."""
     processor = LogitsProcessor(config, V, 0)
     replies: dict[tuple[int, ...], float] = {(): 1.0}
@@ -101,7 +101,7 @@ def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize(("name", "width"), RULES)
 def test_replies_are_distributed_as_plain_samplings(name: str, width: int, seeds: int) -> None:
     """By chi-square; false of one right rule in ten thousand, however many replies there are."""
-    config = GenerationConfig(temperature=0.9, verification=name)
+    config = ReplyOptions(temperature=0.9, verification=name)
     distributions = expected(config)
     counts = Counter(reply(config.replace(seed=seed), width) for seed in range(seeds))
     assert set(counts) <= set(distributions)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadOptions
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
@@ -180,7 +180,7 @@ def test_a_processor_that_fails_while_loading_is_one_line_and_the_cpu_goes_on(mo
 )
 def test_options_that_make_no_sense(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        LoadConfig(**options)
+        LoadOptions(**options)
 
 
 def test_models_of_other_engines_are_refused() -> None:

@@ -50,7 +50,7 @@ def answering(answer: bytes) -> Iterator[str]:
 
 def test_only_private_networks_without_an_explicit_word() -> None:
     for servers in ("192.168.1.20:50052", "127.0.0.1:1, [fe80::1]:2", "nas:50052"):
-        assert edgeinfer.LoadConfig(rpc=servers).rpc_servers
+        assert edgeinfer.LoadOptions(rpc=servers).rpc_servers
     for options, says in (
         ({"rpc": "8.8.8.8:50052"}, "not on a private network"),
         ({"rpc": "192.168.1.20:50052,example.com:50052"}, "not on a private network"),
@@ -61,8 +61,8 @@ def test_only_private_networks_without_an_explicit_word() -> None:
         ({"rpc_public": True}, "needs a server"),
     ):
         with pytest.raises(UsageError, match=says):
-            edgeinfer.LoadConfig.of(**options)
-    assert edgeinfer.LoadConfig(rpc="8.8.8.8:50052", rpc_public=True).rpc_servers == ("8.8.8.8:50052",)
+            edgeinfer.LoadOptions.of(**options)
+    assert edgeinfer.LoadOptions(rpc="8.8.8.8:50052", rpc_public=True).rpc_servers == ("8.8.8.8:50052",)
 
 
 def test_bundles_are_not_divided() -> None:

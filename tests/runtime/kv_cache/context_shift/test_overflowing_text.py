@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.options.load import MERGING
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassCancelledError, PassResult
@@ -32,8 +32,8 @@ from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
 CAPACITY = 48
 CYCLE = [40, 51, 62, 73, 84, 95]
 FEW = dict.fromkeys((40, 51, 62), 50.0)
-GREEDY = GenerationConfig(logit_bias=FEW)
-SAMPLED = GenerationConfig(temperature=0.8, top_p=0.9, seed=5, logit_bias=FEW)
+GREEDY = ReplyOptions(logit_bias=FEW)
+SAMPLED = ReplyOptions(temperature=0.8, top_p=0.9, seed=5, logit_bias=FEW)
 ALL = ("copy", "recycle", "exit", "bits")
 DRAFTED: list[tuple[str, tuple[str, ...]]] = [
     ("window", (name,)) for name in ("copy", "ngram", "recycle", "exit", "bits", "skip")
@@ -49,7 +49,7 @@ each_config = pytest.mark.parametrize("config", [GREEDY, SAMPLED], ids=["greedy"
 class Witness(Sampler):
     """A sampler that keeps the logits and the positions that tokens were chosen from."""
 
-    def __init__(self, config: GenerationConfig, vocabulary: int, prompt: Sequence[int]) -> None:
+    def __init__(self, config: ReplyOptions, vocabulary: int, prompt: Sequence[int]) -> None:
         super().__init__(LogitsProcessor(config, vocabulary, config.seed or 0), prompt)
         self.logits: dict[int, Floats] = {}
 
@@ -68,7 +68,7 @@ class Writer:
         self.engine = Text(self.backend.model, self.backend.cache, chunk, shift)
 
     def write(
-        self, prompt: Sequence[int], config: GenerationConfig, count: int, drafters: Sequence[str] = ()
+        self, prompt: Sequence[int], config: ReplyOptions, count: int, drafters: Sequence[str] = ()
     ) -> tuple[list[int], Witness, SpeculativeDecoding | None]:
         """Tokens of a reply."""
         sampler = Witness(config, self.backend.geometry.vocab_size, prompt)
@@ -76,7 +76,7 @@ class Writer:
         steps = self.engine.generate(prompt, sampler, max_tokens=count, stop_ids=frozenset(), strategy=rounds)
         return [step.token for step in steps], sampler, rounds
 
-    def _rounds(self, sampler: Witness, config: GenerationConfig, names: Sequence[str]) -> SpeculativeDecoding:
+    def _rounds(self, sampler: Witness, config: ReplyOptions, names: Sequence[str]) -> SpeculativeDecoding:
         small = make_graph_backend(self.bundle, self.backend.cache.capacity) if "model" in names else None
         draft, cache = (None, None) if small is None else (small.model, small.cache)
         parts = DrafterParts(self.backend.model, self.backend.cache, draft, cache, 8, TunedDrafting())
@@ -119,7 +119,7 @@ def assert_same(mine: tuple[list[int], Witness, Any], theirs: tuple[list[int], W
 @each_config
 @pytest.mark.parametrize(("policy", "drafters"), DRAFTED, ids=lambda p: p if isinstance(p, str) else "+".join(p))
 def test_drafting_gives_the_text_of_plain_decoding_bit_for_bit(
-    writer: Callable[..., Writer], drafters: tuple[str, ...], policy: str, config: GenerationConfig
+    writer: Callable[..., Writer], drafters: tuple[str, ...], policy: str, config: ReplyOptions
 ) -> None:
     prompt = CYCLE * 3
     plain = writer(policy).write(prompt, config, 70)

@@ -10,7 +10,7 @@ import pytest
 from edgeinfer.bundle.additions import Heads
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import CapabilityError
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -83,7 +83,7 @@ class Resting(DraftController):
 def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kind: type[DraftController]) -> None:
     backend = Alone(ReferenceBackend(bundle, 64), 64)
     drafter = Listener(*pair(backend), random_heads(bundle, "medusa"))
-    sampler = Sampler(LogitsProcessor(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
+    sampler = Sampler(LogitsProcessor(ReplyOptions(), backend.geometry.vocab_size, 0), PROMPT, None)
     sequence = Sequence(*pair(backend), 8)
     rounds = eager_rounds(sequence, sampler, [drafter], Prices(FLAT), kind=kind, most=3)
     steps = sequence.generate(PROMPT, sampler, max_tokens=16, stop_ids=frozenset(), strategy=rounds)

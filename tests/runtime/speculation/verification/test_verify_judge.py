@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgeinfer.bundle.additions import STATE_EPS, Heads
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.research.judge import TokenJudge
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
@@ -81,9 +81,9 @@ def test_it_reads_the_row_of_the_token_and_no_banned_one_stays() -> None:
         score = (row / np.sqrt((row**2).mean() + STATE_EPS)) @ [0.5, 1.0] - 0.6
         assert judge.finds_right(row) == (score > 0)
 
-    def verdict(config: GenerationConfig) -> Verdict:
+    def verdict(config: ReplyOptions) -> Verdict:
         sampler = Sampler(LogitsProcessor(config, 8, 0), [0])
         return settle(judge.verify(draft, RoundView(sampler, draft, LogitRows(logits, states), 1)))
 
-    assert verdict(GenerationConfig()) == Verdict((0,), 2, bonus=False)
-    assert verdict(GenerationConfig(logit_bias={3: -100.0})) == Verdict((), 1, bonus=False)
+    assert verdict(ReplyOptions()) == Verdict((0,), 2, bonus=False)
+    assert verdict(ReplyOptions(logit_bias={3: -100.0})) == Verdict((), 1, bonus=False)

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.decoding import LogitRows, RoundView
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
@@ -31,7 +31,7 @@ RULES = tuple(name for name in all_methods("verifiers") if name != "judge")
 SIZE = 4
 PROMPT, REPLY = (1, 1, 2), (3, 0)
 BANNED = 3
-CONFIG = GenerationConfig(
+CONFIG = ReplyOptions(
     temperature=0.8,
     repetition_penalty=1.4,
     frequency_penalty=0.7,
@@ -115,7 +115,7 @@ def test_a_banned_token_is_never_accepted_nor_drawn() -> None:
 @each_row("options", [{}, {"top_k": 3}, {"top_p": 0.8, "min_p": 0.05}, {"temperature": 0.0}])
 def test_keyed_text_is_that_of_plain_sampling_with_the_same_seed(options: dict[str, float]) -> None:
     rng = np.random.default_rng(8)
-    config = GenerationConfig(
+    config = ReplyOptions(
         **{  # type: ignore[arg-type]
             "temperature": 1.1,
             "repetition_penalty": 1.2,
