@@ -79,8 +79,8 @@ ALONE = {"edgeinfer.runtime.backends.onnx.backend", "edgeinfer.runtime.sampling.
 # Lines of Python that each room may have. A change that needs more lowers another room's limit, or says here why.
 BUDGETS = {
     "apps": 20,
-    "apps/bench": 5270,  # quality: pieces of any text, sizes, types of llama.cpp, one reading of the reference
-    "apps/cli": 4440,  # GGUF files on our own kernel: made into bundles, planned unprepared; bits that are chosen
+    "apps/bench": 4447,  # quality: pieces of any text, sizes, types of llama.cpp, one reading of the reference
+    "apps/cli": 4409,  # GGUF files on our own kernel: made into bundles, planned unprepared; bits that are chosen
     "apps/desktop": 4510,  # GGUF files that are not prepared yet
     "apps/server": 4010,  # uvicorn carries the connections
     "apps/terminal": 440,
@@ -121,13 +121,13 @@ BUDGETS = {
     "runtime/tuning": 1270,
     "runtime/weights": 1140,
     "tests": 5180,  # GGUF files on our own kernel; damaged ones with every type
-    "tests/apps": 14450,  # scores on tasks; settings of a chat are not lost
+    "tests/apps": 14199,  # scores on tasks; settings of a chat are not lost
     "tests/docs": 820,
-    "tests/edgeinfer": 15780,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
+    "tests/edgeinfer": 15774,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
     "tests/export": 8060,  # GGUF files on our own kernel: every family, both ways; checks after converting
     "tests/quant": 1720,  # GGUF files on our own kernel: weights in these types
     "tests/runtime": 26420,  # GGUF files on our own kernel; caches of biased keys
-    "tests/tools": 3670,  # scores on tasks: HumanEval, MBPP, plain questions
+    "tests/tools": 3672,  # scores on tasks: HumanEval, MBPP, plain questions
     "tests/typing": 300,
 }
 

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 import edgeinfer
-from edgeinfer.apps.bench.render import Chart, Section
+from edgeinfer.apps.bench.render import Section
 
 if TYPE_CHECKING:
     from edgeinfer import Model
@@ -146,7 +146,6 @@ class Benchmark:
     run: Callable[[Any, BenchContext], BenchResult]  # measures; raises the errors of `edgeinfer.core.errors`
     section: Callable[[Any], Section]  # shows the JSON of a run with the header of its result file
     loads: bool = False  # whether the options of `edgeinfer.load` are options of this benchmark too
-    chart: Callable[[Any], Chart] | None = None  # drawn by --svg; None where there is no --svg
     text: Callable[[Any, Any], str] | None = None  # printed instead of the section; takes options and JSON
     files: bool = True  # whether --json writes the result; False where the options name the output
 

@@ -22,7 +22,7 @@ from edgeinfer.apps.bench.benchmark import (
     rotated,
 )
 from edgeinfer.apps.bench.processes import Worker, token_ids
-from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Part, Section, Table, commands, run_facts
+from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.speed import SpeedTest, describe_run, device_limits, floor_ns, median_limits
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.load import KV_TYPES
@@ -44,7 +44,7 @@ and types of KV caches: the cost of long conversations. Models of all types and 
 depth, and so does llama.cpp with --gguf. Its file should hold the same weights; its cache is in float16.
 
 examples:
-  edgeinfer bench curve -m BUNDLE -t 1 --svg curve.svg
+  edgeinfer bench curve -m BUNDLE -t 1
   edgeinfer bench curve -m BUNDLE -t 1 --sizes 1,4 -d 128,2048,8192 --kv-types float32,int8
   edgeinfer bench curve -m BUNDLE --gguf FILE --compare-threads 1,2 --sizes 1,4,8 -d 128,2048 --prompts 512
 """
@@ -234,34 +234,6 @@ def _threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
-def curve_chart(data: Mapping[str, Any]) -> Chart:
-    """Milliseconds against tokens with the machine's limits; against the tokens before, if there are several depths."""
-    series = _series(data)
-    threads = _threads(data["n_threads"])
-    lines: dict[str, list[tuple[float, float]]] = {}
-    if len({depth for _, depth in series}) > 1:
-        least: dict[str, list[tuple[float, float]]] = {}
-        for (kv, depth), points in series.items():
-            for point in points:
-                name = f"{kv}, m = {point['size']}"
-                lines.setdefault(name, []).append((depth, point["ms"]["median"]))
-                if point["limit_ms"] is not None and point["size"] == 1:
-                    least.setdefault(f"limit, {name}", []).append((depth, point["limit_ms"]))
-        drawn = [Line(name, tuple(points)) for name, points in lines.items()]
-        drawn += [Line(name, tuple(points), dashed=True) for name, points in least.items()]
-        title = f"A pass after more tokens: {data['model_type']}, {threads}"
-        return Chart(title, "tokens before", "ms", tuple(drawn))
-    for (kv, _), points in series.items():
-        suffix = f", {kv}" if len(series) > 1 else ""
-        lines[f"measured{suffix}"] = [(point["size"], point["ms"]["median"]) for point in points]
-        for name, key in (("reading weights and cache", "read_ms"), ("multiplying", "multiply_ms")):
-            lines[f"{name}{suffix}"] = [(each["size"], each[key]) for each in points if each[key] is not None]
-    drawn = [Line(name, tuple(points)) for name, points in lines.items() if points]
-    return Chart(
-        f"A pass over m tokens: {data['model_type']}, {threads}", "m, new tokens in a pass", "ms", tuple(drawn)
-    )
-
-
 def curve_section(data: Mapping[str, Any]) -> Section:
     """Passes over several tokens with their limits."""
     series = _series(data)
@@ -288,7 +260,6 @@ def curve_section(data: Mapping[str, Any]) -> Section:
         last = Table("Times as multiples of these limits", (*columns, "times the limit"), tuple(times))
     depths = ", ".join(str(depth) for depth in dict.fromkeys(depth for _, depth in series))
     parts: tuple[Part, ...] = (
-        curve_chart(data),
         Table("Milliseconds of a pass over m new tokens, and the machine's limit", header, tuple(rows)),
         last,
         *_prompt_table(data["prompts"], compared),
@@ -340,5 +311,4 @@ CURVE = Benchmark(
     _run,
     curve_section,
     loads=True,
-    chart=curve_chart,
 )

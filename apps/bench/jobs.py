@@ -16,15 +16,12 @@ import edgeinfer
 from edgeinfer.apps.bench.processes import set_limit
 from edgeinfer.apps.bench.texts import BUILTIN_STORIES
 from edgeinfer.core.errors import BudgetError
-from edgeinfer.core.results import Result
 
 # A form whose reply goes on for as long as it may.
 _FORM = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 900}
 # Words of a text that is repeated, so that drafts are made and some are right.
 _REPEATED_WORDS = 24
 _REPLY_TOKENS, _SAMPLED_TOKENS, _LAST_TOKENS = 24, 8, 40
-# Turns that fill a context, and tokens: of markup around a turn, and of a message at least.
-_TURNS_TO_FILL, _MARKUP_TOKENS, _LEAST_MESSAGE = 4, 32, 8
 # The work of `devices`: context, stories to read, tokens of prompts and replies that are compared and timed.
 _CONTEXT, _STORIES, _PROMPT_TOKENS, _COMPARED_TOKENS = 256, 3, 24, 24
 _TIMED_PROMPT, _TIMED_REPLY = 128, 64
@@ -123,45 +120,6 @@ def plan_sizes(model: str | None, **options: Any) -> dict[str, Any]:
     return {"planned": plan.planned_bytes, "minimum": plan.minimum_bytes}
 
 
-def chat_loop(model: edgeinfer.Model, turns: int, reply_tokens: int) -> list[int]:
-    """Peak RSS after every turn of two alternating conversations, each restarted near the end of the context. Messages
-    are so long that this happens every few turns: whatever grows with a conversation has been at its largest before the
-    loop is well under way."""
-    chats = [model.chat(system=f"You tell stories of {name}.") for name in ("Nora", "Otto")]
-    used, peaks = [0, 0], list[int]()
-    # A turn also costs its template's markup, and a reply may come back as more tokens than it was made of.
-    around = 2 * reply_tokens + _MARKUP_TOKENS
-    message = max(model.context // _TURNS_TO_FILL - around, _LEAST_MESSAGE)
-    for turn in range(turns):
-        current = turn % len(chats)
-        if model.context - used[current] < message + around:
-            chats[current].reset()
-        text = _message(model, message, turn)
-        result: Result = chats[current].send(text, max_tokens=reply_tokens, ignore_eos=True)
-        used[current] = result.usage.total_tokens
-        peaks.append(result.memory.peak_rss_bytes)
-    return peaks
-
-
-def _message(model: edgeinfer.Model, tokens: int, seed: int) -> str:
-    """Words of at most so many tokens, and nearly as many."""
-    taken: list[str] = []
-    count = 0
-    for word in random_words(tokens, seed).split():
-        count += len(model.tokenize(" " + word))
-        if count > tokens:
-            break
-        taken.append(word)
-    return " ".join(taken)
-
-
-def chat(model: str | None, turns: int, reply_tokens: int, **options: Any) -> dict[str, Any]:
-    """`chat_loop` on a model."""
-    with edgeinfer.load(model, **options) as loaded:
-        peaks = chat_loop(loaded, turns, reply_tokens)
-        return {"peaks": peaks, "planned": loaded.plan.planned_bytes, "context": loaded.context}
-
-
 def compare_device(model: str, device: str, repeats: int, **options: Any) -> dict[str, Any]:
     """Compare predictions and greedy replies of the built-in model on a device with the numpy reference; time it."""
     plain: dict[str, Any] = {"context": _CONTEXT, "speculation": "off"}
@@ -227,7 +185,6 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "plan": plan_sizes,
     "planned": run_planned,
     "replies": time_replies,
-    "chat": chat,
     "compare": compare_device,
     "fill": fill_device,
 }

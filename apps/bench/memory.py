@@ -1,4 +1,4 @@
-"""`edgeinfer bench memory`: the speed that budgets cost, memory over long chats, and quantized caches."""
+"""`edgeinfer bench memory`: the speed that budgets cost, and quantized caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult,
 from edgeinfer.apps.bench.jobs import random_words
 from edgeinfer.apps.bench.memory_plans import PLANS, run_enclosed
 from edgeinfer.apps.bench.processes import run_job
-from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Part, Section, Table, commands, run_facts
+from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.texts import read_stories, story_ids
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options import format_size
@@ -34,14 +34,13 @@ examples:
   edgeinfer bench memory smallest -m BUNDLE -c 2048 -t 1
 """,
 )
-_MB = 1e6
 # The share of the best speed that still counts as fast.
 BEST_SHARE = 0.95
 # A short chat, and one that has nearly filled the context: tokens of their prompts, and of each reply.
 _SHORT_PROMPT, _REPLY, _MARGIN = 200, 96, 24
 # The largest budget over the plan without one: a process grows a little between planning and loading.
 _AMPLE = 1.02
-_CHATS = (("short", "short_speed", "short chat"), ("deep", "deep_speed", "chat near the end of the context"))
+_CHATS = (("short", "short_speed"), ("deep", "deep_speed"))
 Point = dict[str, Any]
 
 
@@ -125,7 +124,7 @@ def _point(budget: int, runs: Sequence[dict[str, Any]], reference: Sequence[dict
     """Figures of a budget; shares are of the speed of reference runs in the same minutes."""
     reason = next((run["reason"] for run in runs if run["reason"]), "")
     point: Point = {"budget": budget, "reason": reason, "runs": list(runs)}
-    for place, (name, key, _) in enumerate(_CHATS):
+    for place, (name, key) in enumerate(_CHATS):
         speed, best = (_speed(each, place) for each in (runs, reference))
         point |= {key: speed, f"{name}_share": speed / best if best else 0.0}
     return point
@@ -151,12 +150,10 @@ def smallest_section(data: Any) -> Section:
     header = ("model, chat", *(format_size(point["budget"]) for point in points))
     rows = [
         (f"{data['model']}, {name}", *("-" if point["reason"] else f"{point[key]:.1f}" for point in points))
-        for name, key, _ in _CHATS
+        for name, key in _CHATS
     ]
-    lines = [Line(words, tuple(sorted((each["budget"] / _MB, each[key]) for each in ran))) for _, key, words in _CHATS]
     parts: tuple[Part, ...] = (
         Table("Tokens per second inside an enforced budget", header, tuple(rows)),
-        Chart("Speed against budget", "budget, MB", "tokens per second", tuple(lines)),
         _budget_table(points),
         *_smallest_budgets(ran),
     )
@@ -188,48 +185,6 @@ def _smallest_budgets(ran: Sequence[Point]) -> Iterator[Paragraph]:
         least = min(point["budget"] for point in ran)
         words = f"Smallest budget with {BEST_SHARE:.0%} of the best speed: {format_size(min(fast))}"
         yield Paragraph(f"{words}; at all: {format_size(least)}.")
-
-
-# Turns in which everything is used for the first time, and the share by which the peak may grow afterwards.
-WARM_TURNS, FLAT_SHARE = 10, 0.01
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """The length of the chats."""
-
-    turns: int = option("--turns N", default=200, help="total number of turns in both chats")
-    max_tokens: int = option("-n", "--max-tokens N", default=32, help="reply length in tokens")
-
-    def __post_init__(self) -> None:
-        if self.turns <= WARM_TURNS:
-            raise UsageError(f"{self.turns} turns are too few: the first {WARM_TURNS} warm up.", "Give more.")
-
-
-def _run_chat(options: ChatOptions, context: BenchContext) -> BenchResult:
-    asked = {"model": context.model, "turns": options.turns, "reply_tokens": options.max_tokens}
-    found = run_job("chat", asked | context.load)
-    growth = max(found["peaks"]) / max(found["peaks"][:WARM_TURNS]) - 1
-    flat = growth < FLAT_SHARE
-    return BenchResult(found | {"growth": growth, "flat": flat}, passed=flat)
-
-
-def chat_section(data: Any) -> Section:
-    """The peak after every turn of a long chat."""
-    peaks, planned = data["peaks"], data["planned"]
-    points = tuple((turn + 1.0, peak / _MB) for turn, peak in enumerate(peaks))
-    # Of hundreds of turns some are enough to draw.
-    drawn = points[:: max(1, len(points) // 60)]
-    bound = Line("planned", ((1.0, planned / _MB), (float(len(peaks)), planned / _MB)), dashed=True)
-    chart = Chart("Memory over a long chat", "turn", "peak of the process, MB", (Line("peak", drawn), bound))
-    verdict = f"{'flat' if data['flat'] else 'not flat'} (less than {FLAT_SHARE:.0%})"
-    text = f"The peak grew by {data['growth']:.2%} after turn {WARM_TURNS}: {verdict}. Planned: {format_size(planned)}."
-    turns = sorted({1, WARM_TURNS, *(len(peaks) * part // 4 for part in range(1, 5))} - {0})
-    table = Table(
-        "The peak after some turns", ("turn", "peak RSS"), [(str(n), format_size(peaks[n - 1])) for n in turns]
-    )
-    facts = (("Turns", str(len(peaks))), ("Context", f"{data['context']} tokens"), *run_facts(data))
-    return Section("Does memory stay flat?", facts, (chart, Paragraph(text), table), commands(data))
 
 
 # Tokens of a repeated passage that are given before the model has to predict the rest of it.
@@ -314,15 +269,6 @@ example:
     smallest_section,
     loads=True,
 )
-CHAT = Benchmark(
-    "memory chat",
-    "memory over many turns",
-    "Check that memory stays flat over many turns.\n\nexample:\n  edgeinfer bench memory chat --prefix-cache 8MB\n",
-    ChatOptions,
-    _run_chat,
-    chat_section,
-    loads=True,
-)
 KV = Benchmark(
     "memory kv",
     "what quantized caches cost in quality",
@@ -331,4 +277,4 @@ KV = Benchmark(
     _run_kv,
     kv_section,
 )
-MEMORY = (PLANS, SMALLEST, CHAT, KV)
+MEMORY = (PLANS, SMALLEST, KV)

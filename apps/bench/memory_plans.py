@@ -23,7 +23,7 @@ from edgeinfer.apps.bench.processes import (
     job_command,
     watch,
 )
-from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Part, Section, Table, commands, run_facts
+from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options import format_size
@@ -31,7 +31,6 @@ from edgeinfer.core.options.load import ONNX_KV_TYPES, OVERFLOWS, WEIGHTS_MODES
 
 Run = Mapping[str, Any]
 _OUTCOMES = ("kept", "exceeded", "refused", "failed", "killed")
-_MB = 1e6
 # A draft model as large as its target is slow; larger ones are not worth a benchmark's time.
 _LARGEST_DRAFTER = 70e6
 # Budgets in multiples of the smallest one.
@@ -245,23 +244,13 @@ def plans_section(data: Any) -> Section:
     if ran:
         quartiles = f"{gap['median']:.1%} [{gap['p25']:.1%} to {gap['p75']:.1%}]"
         parts.append(Paragraph(f"Planned but not taken, of the budget: median {quartiles}."))
-        parts += [_planned_chart(ran), *_gap_tables(ran), _terms(ran)]
+        parts += [*_gap_tables(ran), _terms(ran)]
     parts += [Paragraph(_broken(run)) for run in runs if run["outcome"] != "kept"]
     full = sum(run["times_full"] > 0 for run in runs)
     parts.append(Paragraph(f"The enforced limit was reached in {full} of {len(runs)} runs."))
     enforced = ", ".join(sorted({run["enforced"] for run in runs}))
     facts = (("Plans", str(len(runs))), ("Seed", str(data["seed"])), ("Limits enforced by", enforced))
     return Section("Are plans kept?", (*facts, *run_facts(data)), tuple(parts), commands(data))
-
-
-def _planned_chart(ran: Sequence[Run]) -> Chart:
-    points: dict[str, list[tuple[float, float]]] = {}
-    for run in ran:
-        points.setdefault(run["counted"], []).append((run["planned"] / _MB, run["measured"] / _MB))
-    lines = [Line(f"counting {name} pages", tuple(each), joined=False) for name, each in sorted(points.items())]
-    most = max(x for each in points.values() for x, _ in each)
-    lines.append(Line("as planned", ((0.0, 0.0), (most, most)), dashed=True))
-    return Chart("Measured against planned", "planned, MB", "measured peak, MB", tuple(lines))
 
 
 def _gap_tables(ran: Sequence[Run]) -> Iterator[Table]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import edgeinfer
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Progress, option
-from edgeinfer.apps.bench.render import Chart, Paragraph, Section, Table, commands, divergence_chart, run_facts
+from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.texts import (
     BUILTIN_STORIES,
     STORIES_FILE,
@@ -428,20 +428,7 @@ def quality_section(data: Any) -> Section:
     notes = [Paragraph(f"{answers} the most likely after the right ones.")] if tasks else []
     notes += [Paragraph(f"{each['model']}, {each['variant']}: skipped: {each['reason']}") for each in data["skipped"]]
     facts = (("Text", data["text"]), ("Tokens", str(subjects[0]["tokens"])), *run_facts(data))
-    return Section("What fewer bits cost", facts, (quality_chart(subjects), table, *notes), commands(data))
-
-
-def quality_chart(subjects: Sequence[Mapping[str, Any]]) -> Chart:
-    """Divergence against bytes: for each model one line over its weights and one over its caches."""
-    lines: dict[str, list[tuple[float, float, str]]] = {}
-    for each in subjects:
-        # The reference diverges by nothing, which a logarithmic axis cannot show.
-        if each["divergence"] > 0:
-            kind = "caches" if each["cache"] else "weights"
-            size = (each["bytes"] + each["cache_bytes"]) / 1e6
-            label = each["cache"] or each["weights"]
-            lines.setdefault(f"{each['model']}, {kind}", []).append((size, each["divergence"], label))
-    return divergence_chart("What fewer bytes cost", "weights and cache, MB", lines)
+    return Section("What fewer bits cost", facts, (table, *notes), commands(data))
 
 
 def _score(score: Mapping[str, int] | None) -> str:
@@ -457,5 +444,4 @@ QUALITY = Benchmark(
     QualityOptions,
     _run,
     quality_section,
-    chart=lambda data: quality_chart(data["subjects"]),
 )

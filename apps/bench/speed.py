@@ -24,7 +24,7 @@ from edgeinfer.apps.bench.benchmark import (
     system_name,
     timestamp,
 )
-from edgeinfer.apps.bench.render import Chart, Line, Section, Table, commands, markdown_table, run_facts
+from edgeinfer.apps.bench.render import Section, Table, commands, markdown_table, run_facts
 from edgeinfer.core.errors import BackendError, NativeUnavailableError, Setting, UsageError
 from edgeinfer.core.options import format_size
 from edgeinfer.core.results import DeviceLimits
@@ -304,19 +304,7 @@ def speed_section(data: Any) -> Section:
     )
     floor = ("times the floor",) if floors else ()
     table = Table("Tokens per second", ("test", "median", "mean ± deviation", "visits", *floor), rows)
-    chart = _by_depth(data)
-    return Section("Prompts and replies", run_facts(data[0]), (table, *chart), commands(data[0]))
-
-
-def _by_depth(data: list[dict[str, Any]]) -> tuple[Chart, ...]:
-    """Speed against depth, if there are several depths."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in data:
-        lines.setdefault(row["test"].partition(" @")[0], []).append((row["n_depth"], row["median_ts"]))
-    if max(map(len, lines.values())) < 2:
-        return ()
-    drawn = tuple(Line(name, tuple(sorted(points))) for name, points in lines.items())
-    return (Chart("Speed after more tokens", "tokens before", "tokens per second", drawn),)
+    return Section("Prompts and replies", run_facts(data[0]), (table,), commands(data[0]))
 
 
 SPEED = Benchmark(

@@ -25,23 +25,17 @@ Measure on this device.
 
 examples:
   edgeinfer bench speed
-  edgeinfer bench curve --svg curve.svg
+  edgeinfer bench curve
   edgeinfer bench spec
   edgeinfer bench memory plans
   edgeinfer bench quality --json quality.json
-  edgeinfer bench report speed.json quality.json --out report.html
 """
-_REPORT = (
-    "Make one HTML page from the JSON files of benchmarks, with tables, charts and the commands that "
-    "reproduce the figures.\nThe page needs no other files and no network.\n\nexample:\n  edgeinfer "
-    "bench report speed.json memory.json quality.json peers.json --out report.html\n"
-)
 
 
 def add_bench(commands: Subparsers) -> None:
     """Add `bench` and its subcommands."""
+    from edgeinfer.apps.bench.listing import BENCHMARKS
     from edgeinfer.apps.bench.memory import GROUP
-    from edgeinfer.apps.bench.report import BENCHMARKS
 
     parser = commands.add_parser("bench", description=_DESCRIPTION)
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
@@ -53,7 +47,6 @@ def add_bench(commands: Subparsers) -> None:
             inner = kinds.add_parser(group, help=text, description=description)
             groups[group] = inner.add_subparsers(title="parts", metavar="PART", required=True)
         _add_benchmark(groups[group] if group else kinds, name, benchmark)
-    _add_report(kinds)
 
 
 def _add_benchmark(commands: Subparsers, name: str, benchmark: Benchmark) -> None:
@@ -68,17 +61,15 @@ def _add_benchmark(commands: Subparsers, name: str, benchmark: Benchmark) -> Non
     parser.advanced(*add_declared(parser, benchmark.options))
     if benchmark.files:
         parser.add_argument("--json", type=Path, metavar="FILE", help="file to write all figures to, samples included")
-    if benchmark.chart:
-        parser.add_argument("--svg", type=Path, metavar="FILE", help="file to draw the figures in")
 
 
 def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
     from edgeinfer.apps.bench.benchmark import BenchContext, options_from, result_json
-    from edgeinfer.apps.bench.render import chart_svg, machine_facts, print_section
+    from edgeinfer.apps.bench.render import machine_facts, print_section
 
     options = options_from(benchmark.options, args)
-    out, written, drawn = (getattr(args, name, None) for name in ("out", "json", "svg"))
-    _require_place(out, written, drawn)
+    out, written = (getattr(args, name, None) for name in ("out", "json"))
+    _require_place(out, written)
     model, load = (args.model, load_options(args, converts=False)) if benchmark.loads else (None, {})
     with progress_bar() as bar:
         shown: dict[str, Any] = {} if bar is None else {"progress": bar}
@@ -96,29 +87,10 @@ def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
         print_section(benchmark.section(data), machine_facts(data))
         if written:
             _write_text(written, text)
-        if drawn and benchmark.chart:
-            _write_text(drawn, chart_svg(benchmark.chart(data)))
     if not result.finished:
         print_note("Interrupted: the figures cover what was done so far.")
         return 130
     return 0 if result.passed else 1
-
-
-def _add_report(kinds: Subparsers) -> None:
-    parser = add_command(kinds, "report", _execute_report, _REPORT, help="turn results into one HTML page")
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="JSON file of a benchmark or of edgeinfer tune"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write the page to")
-    parser.add_argument("--title", default="edgeinfer, measured", metavar="TEXT", help="title of the page")
-
-
-def _execute_report(args: argparse.Namespace) -> int:
-    from edgeinfer.apps.bench.report import report_html
-
-    lead = "Medians of visits in turns, in one process unless said otherwise."
-    _write_text(args.out, report_html(args.files, args.title, lead))
-    return 0
 
 
 def _require_place(*paths: Path | None) -> None:

@@ -105,7 +105,6 @@ GENERIC = {
 }
 # Files that name what a method is made of or measured with.
 NAMING = {
-    "apps/bench/compute.py": "levels that the benchmark measures",
     "apps/cli/distill.py": "kinds of heads that are trained",
     "edgeinfer/bundle/additions.py": "files of heads in a bundle",
     "edgeinfer/core/options/decoding.py": "the option that only this search has",

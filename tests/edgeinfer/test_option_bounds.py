@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.compute import ComputeBenchOptions
 from edgeinfer.apps.bench.curve import CurveConfig
 from edgeinfer.apps.bench.quality import QualityOptions
 from edgeinfer.apps.bench.spec import SpecOptions
@@ -184,7 +183,6 @@ SOUND: tuple[Any, ...] = (
         CurveConfig(),
         SpecOptions(),
         QualityOptions(),
-        ComputeBenchOptions(),
         *(Security(), KVLayer(2, 16, 32), KVLayer(2, 0, 16), KVLayer(0, 0, 0), StateLayer(4, 2, 8, 16, 96, 4)),
         *(ConvSpec(4), HeadsSpec(2, 16), QuantizedShape(6, 70, 4, 32, True)),
     ),

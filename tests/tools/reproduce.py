@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,18 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.bench.benchmark import run_header
 from edgeinfer.apps.bench.devices import devices_table
+from edgeinfer.apps.bench.listing import BENCHMARKS
 from edgeinfer.apps.bench.processes import child_environment
-from edgeinfer.apps.bench.render import machine_facts, markdown, markdown_table
-from edgeinfer.apps.bench.report import read_section, report_html
+from edgeinfer.apps.bench.render import (
+    Paragraph,
+    Section,
+    Table,
+    commands,
+    machine_facts,
+    markdown,
+    markdown_table,
+    run_facts,
+)
 from edgeinfer.apps.bench.texts import STORIES_FILE
 from edgeinfer.core.errors import BackendError, EdgeInferError, UsageError
 from edgeinfer.core.options import format_size
@@ -38,13 +47,12 @@ from tests.tools.remote_speed import devices_together, links_table
 SHAPE = "qwen2.5-0.5b"
 PLANNED_SHAPES = ("tiny", "15m", "60m", SHAPE)
 _PAGES = (Path("README.md"), Path("docs", "figures.md"), Path("docs", "REMOTE.md"))
-_LEAD = "Every published figure, and how it was made. Medians, unless said otherwise."
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n)(?P<text>.*?)(<!-- /results -->)", re.DOTALL)
 # Indices of the parts that pages show; None shows all.
 _SHOWN: Mapping[str, Sequence[int]] = {
-    "curve": (0, 1),
+    "curve": (0,),
     "memory-plans": (0, 1),
-    "memory-smallest": (0, 2),
+    "memory-smallest": (0, 1),
     "spec": (0, 2),
     "tune": (0, 1),
 }
@@ -260,13 +268,6 @@ def _head(data: Any) -> Mapping[str, Any]:
     return row
 
 
-def write_page(folder: Path) -> None:
-    """Write report.html of all results that are there."""
-    files = [path for run in RUNS if (path := folder / f"{run.name}.json").is_file()]
-    if files:
-        (folder / "report.html").write_text(report_html(files, "edgeinfer, measured", _LEAD), "utf-8")
-
-
 def result_names(text: str) -> list[str]:
     """The names of the results that a page shows."""
     return [found["name"] for found in _MARKED.finditer(text)]
@@ -287,13 +288,51 @@ def block(folder: Path, name: str) -> str:
         return f"Not measured yet: `python -m tests.tools.reproduce --only {name}`.\n"
     if summary:
         return _SUMMARIES[f"{name}.{summary}"](data)
-    section, _ = read_section(folder / f"{name}.json")
+    section = _section(data)
     shown = _SHOWN.get(name)
     parts = [part for index, part in enumerate(section.parts) if shown is None or index in shown]
     said, facts = _head(data), dict(machine_facts(data))
     cores = f", {facts['Cores']} cores" if "Cores" in facts else ""
     source = f"{facts['Processor']}{cores}, {said['test_time'][:10]}: `{said['command']}`"
     return "\n\n".join([*markdown(parts), source]) + "\n"
+
+
+def _section(data: Any) -> Section:
+    """The tables of a result; a list is of speed, in llama-bench's form."""
+    kind = "speed" if isinstance(data, list) else data["benchmark"]
+    sections: dict[str, Callable[[Any], Section]] = {each.key: each.section for each in BENCHMARKS}
+    return (sections | {"tune": _tune_section})[kind](data)
+
+
+def _tune_section(data: Any) -> Section:
+    """The usual and the tuned settings."""
+    device = data["device"]
+    facts = (("Threads", str(device["threads"])),) if device else ()
+    parts = tuple(_device(device)) if device else ()
+    return Section("What tuning gains", (*facts, *run_facts(data)), parts, commands(data))
+
+
+def _device(device: Mapping[str, Any]) -> Iterator[Table | Paragraph]:
+    rows = tuple(
+        (name, f"{part['usual_ms']:.2f}", f"{part['tuned_ms']:.2f}", f"{part['ratio']:.2f}")
+        for name, part in device["parts"].items()
+    )
+    yield Table("Milliseconds, as usual and as tuned, and how many times faster", ("", "usual", "tuned", "ratio"), rows)
+    chosen = {name: value for name, value in device["settings"].items() if value not in (None, "")}
+    kept = ", ".join(f"{name} {value}" for name, value in chosen.items())
+    yield Paragraph(f"Kept: {kept}." if kept else "Nothing was better beyond doubt: the usual settings stay.")
+    tried = tuple(
+        (
+            each["name"].replace("_", " "),
+            str(each["value"]),
+            "" if each["time_ratio"] is None else f"{each['time_ratio']:.2f}",
+            each["outcome"],
+        )
+        for each in device["attempts"]
+    )
+    if tried:
+        header = ("setting", "value", "time, of the usual", "outcome")
+        yield Table("Settings that were tried", header, tried, words=("outcome",))
 
 
 def _peers_summary(data: Any) -> str:
@@ -348,7 +387,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.readme is not None:
         for page in args.readme or _PAGES:
             page.write_text(fill(page.read_text("utf-8"), args.out), "utf-8")
-        write_page(args.out)
         return 0
     for path in (*args.checkpoint, *([args.data] if args.data else [])):
         if not path.is_dir():
@@ -361,8 +399,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{run.name}: {run.words}, about {run.minutes:g} min", flush=True)
         outcomes.append(reproduce(run, places, args.out, again=args.again))
         print(f"  {outcomes[-1]}", flush=True)
-        # After each run, as the next may take long and be interrupted.
-        write_page(args.out)
     return 1 if any(outcome.startswith("failed") for outcome in outcomes) else 0
 
 

@@ -1,14 +1,12 @@
-"""Pictures of the chat app's main states and of a report page, taken in a real browser.
+"""Pictures of the chat app's main states, taken in a real browser.
 
     python -m tests.tools.screenshots --models FOLDER --large NAME
     python -m tests.tools.screenshots --real MODEL
-    python -m tests.tools.screenshots --report docs/results/report.html
 
 The folder's models are shown in the picker next to the built-in one, another small one with "stories" in its name among
 them. `--large` is the one that is planned and loaded there: a model of some hundred megabytes, so that its plan has
 something to show. `--real` is one that answers questions, such as Qwen2.5-Coder 0.5B: the conversation that the README
-shows is its own. Others are the built-in model's, but for one with Markdown and code, which that model cannot write. A
-report is taken in light and dark.
+shows is its own. Others are the built-in model's, but for one with Markdown and code, which that model cannot write.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from playwright.sync_api import Browser, FilePayload, Page, expect, sync_playwri
 from edgeinfer.core.errors import BackendError, EdgeInferError, UsageError
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_WIDE, _NARROW, _REPORT = (1280, 800), (380, 760), (1100, 1500)
+_WIDE, _NARROW = (1280, 800), (380, 760)
 _PATIENCE_MS = 60_000
 _LOADED = "#model-button .dot.ready"
 _TALKS = (
@@ -330,36 +328,19 @@ def take(scenes: Sequence[Scene], out: Path) -> list[Path]:
     return taken
 
 
-def take_report(page: Path, out: Path, *, whole: bool = False) -> list[Path]:
-    """Take report-light.png and report-dark.png of an HTML file, to its end if `whole`."""
-    if not page.is_file():
-        raise UsageError(f"There is no page {page}.", "Make one with edgeinfer bench report.")
-    taken = []
-    with _browser() as browser:
-        for scheme in ("light", "dark"):
-            tab = _page(browser, page.resolve().as_uri(), _REPORT, dark=scheme == "dark")
-            taken.append(out / f"report-{scheme}.png")
-            tab.screenshot(path=taken[-1], full_page=whole)
-    return taken
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="with bundles or GGUF files")
     parser.add_argument("--large", metavar="NAME", help="of the model that is planned and loaded")
     parser.add_argument("--real", metavar="MODEL", help="take the conversation with this model instead")
-    parser.add_argument("--report", type=Path, metavar="PAGE", help="take this report page instead of the app")
-    parser.add_argument("--whole", action="store_true", help="of a report, the page to its end")
     parser.add_argument("--out", type=Path, default=Path("docs/screenshots"), metavar="FOLDER")
     args = parser.parse_args(arguments)
-    if args.report is None and args.real is None and None in (args.models, args.large):
-        parser.error("give --models and --large, --real, or --report")
+    if args.real is None and None in (args.models, args.large):
+        parser.error("give --models and --large, or --real")
     args.out.mkdir(parents=True, exist_ok=True)
     try:
-        if args.report is not None:
-            taken = take_report(args.report, args.out, whole=args.whole)
-        elif args.real is not None:
+        if args.real is not None:
             taken = take([partial(_real, args.real)], args.out)
         else:
             models = [partial(scene, args.models, args.large) for scene in (_chats, _own_model)]

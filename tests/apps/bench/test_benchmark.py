@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.apps.bench import report
+from edgeinfer.apps.bench import listing
 from edgeinfer.apps.bench.benchmark import (
     BenchContext,
     Benchmark,
@@ -22,7 +22,7 @@ from edgeinfer.apps.bench.benchmark import (
     options_from,
     rotated,
 )
-from edgeinfer.apps.bench.render import Chart, Line, Section, Table, markdown_table
+from edgeinfer.apps.bench.render import Section, Table, markdown_table
 from edgeinfer.apps.cli.main import main
 from tests.tables import each_row
 
@@ -67,20 +67,17 @@ def measured(result: BenchResult, monkeypatch: pytest.MonkeyPatch, *line: str) -
     def run(options: Chosen, context: BenchContext) -> BenchResult:
         return result
 
-    def draw(data: dict[str, int]) -> Chart:
-        return Chart("Things", "x", "y", (Line("all", ((1.0, float(data["n"])),)),))
-
-    things = Benchmark("things", "of some", "Counts things.", Chosen, run, show, chart=draw)
-    monkeypatch.setattr(report, "BENCHMARKS", (things,))
+    things = Benchmark("things", "of some", "Counts things.", Chosen, run, show)
+    monkeypatch.setattr(listing, "BENCHMARKS", (things,))
     return main(["bench", "things", "x", *line])
 
 
 def test_a_result_is_shown_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, chart = tmp_path / "things.json", tmp_path / "things.svg"
-    assert measured(BenchResult({"n": 3}), monkeypatch, "--json", str(data), "--svg", str(chart)) == 0
-    assert "How many" in capsys.readouterr().out and chart.read_text().startswith("<svg")
+    data = tmp_path / "things.json"
+    assert measured(BenchResult({"n": 3}), monkeypatch, "--json", str(data)) == 0
+    assert "How many" in capsys.readouterr().out
     found = json.loads(data.read_text())
     assert (found["benchmark"], found["n"]) == ("things", 3)
     assert {"command", "test_time", "edgeinfer", "environment"} <= set(found)
@@ -113,4 +110,4 @@ def test_benchmarks_are_listed_without_what_exports() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(each.name.partition(" ")[0] in done.stdout for each in report.BENCHMARKS)
+    assert all(each.name.partition(" ")[0] in done.stdout for each in listing.BENCHMARKS)

@@ -1,4 +1,4 @@
-"""Memory: random plans, budgets, long chats and quantized caches, and the work of their processes."""
+"""Memory: random plans, budgets and quantized caches, and the work of their processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.bench import memory, memory_plans
-from edgeinfer.apps.bench.jobs import chat_loop, fill_context
+from edgeinfer.apps.bench.jobs import fill_context
 from edgeinfer.apps.bench.memory import Point, Smallest, SmallestOptions, compare_caches, keeps, smallest_section
 from edgeinfer.apps.bench.memory_plans import (
     PlanCase,
@@ -31,7 +31,6 @@ from edgeinfer.hub import resolve
 from tests.apps.bench.here import watch_here
 from tests.cache import export_checkpoint
 from tests.factories import make_bigram_bundle, make_checkpoint
-from tests.tables import each_row
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
 BUILTIN = PlannedModel("built-in", str(resolve(None)), 5_000_000, 1024, "x", (str(resolve(None)),))
@@ -118,28 +117,6 @@ def test_the_context_is_filled_to_its_end() -> None:
         assert filled["tokens"] == 65 and filled["peak_rss_bytes"] > 0 and filled["used"]["kv"] > 0
     with edgeinfer.load(context=64, threads=1, overflow="window", speculation="off", remember=False) as model:
         assert fill_context(model, seed=3, beyond=True)["tokens"] > 75
-
-
-def test_chats_restart_before_the_context_is_full() -> None:
-    with edgeinfer.load(context=256, threads=1, speculation="off", prefix_cache="1MB", remember=False) as model:
-        peaks = chat_loop(model, 14, reply_tokens=8)
-    assert len(peaks) == 14 and min(peaks) > 10e6
-
-
-@each_row(("last", "code", "says"), [(100, 0, "flat"), (200, 1, "not flat")])
-def test_the_code_says_whether_memory_grew(
-    last: int, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def job(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        assert (name, arguments["turns"], arguments["context"]) == ("chat", 12, 256)
-        return {"peaks": [100] * 11 + [last], "planned": 300, "context": 256}
-
-    monkeypatch.setattr(memory, "run_job", job)
-    out = tmp_path / "chat.json"
-    assert main(["bench", "memory", "chat", "--turns", "12", "-n", "4", "-c", "256", "--json", str(out)]) == code
-    assert json.loads(out.read_text())["flat"] == (says == "flat")
-    assert "The peak grew by" in capsys.readouterr().out
-    assert main(["bench", "memory", "chat", "--turns", "10"]) == 2
 
 
 def point(budget: int, short: float, deep: float, reason: str = "") -> Point:
