@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from edgeinfer.bundle.additions import read_steering
@@ -18,6 +19,7 @@ from edgeinfer.runtime.kv_cache.contexts import JoinedContexts
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, TextCheck
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.verification.rule import find_verification
+from edgeinfer.runtime.text.contract import bytes_of
 from edgeinfer.runtime.text.streaming import CallMark
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def make_sampler(
         message = Setting("verification", config.verification) + " does not go with a checker."
         raise UsageError(message, "Leave it out: drafts are verified by what is drawn.")
     seed = config.seed if config.seed is not None else time.time_ns()
-    processor = LogitsProcessor(config, parts.backend.geometry.vocab_size, seed)
+    processor = LogitsProcessor(config, parts.backend.geometry.vocab_size, seed, partial(bytes_of, parts.tokenizer))
     check = None if config.checker is None else TextCheck(config.checker, parts.tokenizer, stop_ids)
     return Sampler(processor, prompt, constraint, check)
 

@@ -16,6 +16,7 @@ from edgeinfer.apps.cli.output import abandon_stdout
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.core.options import format_size, options_of, parse_size
 from edgeinfer.core.options.load import LoadOptions
+from edgeinfer.core.user_files import user_data
 
 if TYPE_CHECKING:
     from edgeinfer import Model
@@ -42,7 +43,8 @@ def add_serve(commands: Subparsers) -> None:
     parser = add_command(commands, "serve", execute, _DESCRIPTION)
     _add_server_options(parser)
     parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
-    parser.advanced("--inter-token-latency", "--sse-ping-interval", "--idle-unload", "--context-file", "--verbose")
+    parser.advanced("--inter-token-latency", "--sse-ping-interval", "--idle-unload", "--context-file", "--responses")
+    parser.advanced("--verbose")
     add_load_options(parser, remote=True)
     add_json_option(parser)
 
@@ -64,6 +66,9 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
     text = "on: load another model on this machine when a request names it, one at a time; off: serve only this one"
     group.add_argument("--models", choices=("on", "off"), default="on", help=f"{text} (default: on)")
+    text = "on: keep responses, at most 64 MB, in a private file, so that requests to /v1/responses may continue them"
+    text += "; off, or --no-remember: keep none (default: on)"
+    group.add_argument("--responses", choices=("on", "off"), default="on", help=text)
     text = "text file that requests may name in `contexts`, which the model reads once; can be repeated"
     group.add_argument("--context-file", type=Path, action="append", default=[], metavar="FILE", help=text)
     text = "unload the model after this many seconds without a request; the next one loads it again (default: never)"
@@ -87,6 +92,7 @@ def _add_server_options(parser: Parser) -> None:
 def execute(args: argparse.Namespace) -> int:
     from edgeinfer.apps.server.app import make_app
     from edgeinfer.apps.server.host import ModelHost
+    from edgeinfer.apps.server.responses import ResponseStore
     from edgeinfer.apps.server.security import Security
     from edgeinfer.apps.server.serving import Server
     from edgeinfer.apps.server.switching import ModelSwitch
@@ -121,7 +127,9 @@ def execute(args: argparse.Namespace) -> int:
         host.cancel_load()
         await host.unload()
 
-    app = make_app(host, security, aliases=args.alias, switch=switch, contexts=args.context_file)
+    kept = args.responses == "on" and options.get("remember", True)
+    store = ResponseStore(user_data() / "edgeinfer" / "responses") if kept else None
+    app = make_app(host, security, aliases=args.alias, switch=switch, contexts=args.context_file, store=store)
     Server(app, args.host, args.port, ready=urls.append, alongside=load, stopping=stop).run()
     return 0
 

@@ -23,6 +23,7 @@ from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.info import InfoEndpoints
 from edgeinfer.apps.server.llama import LLAMA_KINDS, LlamaEndpoints
 from edgeinfer.apps.server.ollama import OllamaEndpoints
+from edgeinfer.apps.server.responses import ResponseEndpoints, ResponseStore
 from edgeinfer.apps.server.security import KeyUse, Security
 from edgeinfer.apps.server.service import Endpoint, NamedModels, Service
 from edgeinfer.apps.server.switching import ModelSwitch
@@ -38,12 +39,14 @@ def make_app(
     aliases: Sequence[str] = (),
     switch: ModelSwitch | None = None,
     contexts: Sequence[Path] = (),
+    store: ResponseStore | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """Make the application; it closes the host when it ends. Without `switch`, only the loaded model is served;
-    requests may name the files of `contexts` by their names."""
+    requests may name the files of `contexts` by their names; without `store`, no response is kept."""
     local = NamedModels(None if switch is None else switch.source, tuple(aliases))
     service = Service(host, security, tuple(aliases), switch, local, contexts=_by_name(contexts))
+    responses = ResponseEndpoints(service, store)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -52,11 +55,12 @@ def make_app(
         finally:
             if switch is not None:
                 await switch.close()
+            await responses.close()
             await host.close()
             service.readers.shutdown(wait=False)
 
     app = Starlette(
-        routes=[*_routes(service), *extra_routes, Route("/", InfoEndpoints(service).root)],
+        routes=[*_routes(service, responses), *extra_routes, Route("/", InfoEndpoints(service).root)],
         middleware=[Middleware(Guard, security=security, metrics=service.metrics)],
         exception_handlers={HTTPException: _http_error, EdgeInferError: _error},
         lifespan=lifespan,
@@ -75,7 +79,7 @@ def _by_name(files: Sequence[Path]) -> dict[str, Context]:
     return contexts
 
 
-def _routes(service: Service) -> list[BaseRoute]:
+def _routes(service: Service, responses: ResponseEndpoints) -> list[BaseRoute]:
     """Make the routes, with and without /v1 as llama-server has them; health needs no key."""
     facts, llama, ollama = InfoEndpoints(service), LlamaEndpoints(service), OllamaEndpoints(service)
     count = partial(count_tokens, service)
@@ -88,8 +92,9 @@ def _routes(service: Service) -> list[BaseRoute]:
     routes: list[BaseRoute] = []
     for prefix in ("/v1", ""):
         routes.append(Route(f"{prefix}/health", facts.health))
-        table += [("GET", _under(prefix, facts.asked)), ("GET", _under(prefix, llama.asked))]
-        table += [("POST", _under(prefix, {**facts.posted, **llama.posted, **completions}))]
+        table += [("GET", _under(prefix, {**facts.asked, **llama.asked, **responses.asked}))]
+        table += [("POST", _under(prefix, {**facts.posted, **llama.posted, **completions, **responses.posted}))]
+        table += [("DELETE", _under(prefix, responses.deleted))]
     table += [("POST", {**messages, "/v1/messages/count_tokens": count})]
     table += [("GET", ollama.asked), ("POST", ollama.posted), ("DELETE", ollama.deleted)]
     for method, endpoints in table:

@@ -60,6 +60,10 @@ class CompletionKind:
     error: Callable[[int, dict[str, Any]], dict[str, Any]] | None = None
     # Handles side effects of a request; returns the answer if it asks for no text.
     aside: Callable[[Service, str, Mapping[str, Any]], Response | None] | None = None
+    # Called once all replies have ended, before the client learns of it.
+    ended: Callable[[Completion], Awaitable[None]] = lambda _: asyncio.sleep(0)
+    # Takes a request over, with what it uses, to go on without its client; returns the answer if it did.
+    detach: Callable[[Completion, contextlib.AsyncExitStack], Response | None] | None = None
     # Whether checking a request takes less time than handing it to another thread.
     is_brief: Callable[[Mapping[str, Any]], bool] = lambda _: False
 
@@ -67,26 +71,27 @@ class CompletionKind:
 OPENAI_KINDS: Mapping[str, CompletionKind] = {
     "/chat/completions": CompletionKind(partial(make_completion, "chat.completion")),
     "/completions": CompletionKind(partial(make_completion, "text_completion")),
-    "/responses": CompletionKind(
-        partial(make_completion, "response"), NAMED_EVENTS, lambda _, body: {"type": "error"} | body
-    ),
 }
 
 
 def completion_endpoint(service: Service, kind: CompletionKind) -> Callable[[Request], Awaitable[Response]]:
-    return partial(_complete, service, kind)
+    return partial(complete, service, kind)
 
 
-async def _complete(service: Service, kind: CompletionKind, request: Request) -> Response:
+async def complete(service: Service, kind: CompletionKind, request: Request) -> Response:
     async with contextlib.AsyncExitStack() as using:
         completion = await _read(service, kind, request, using)
         if isinstance(completion, Response):
             return completion
+        taken = None if kind.detach is None else kind.detach(completion, using)
+        if taken is not None:
+            return taken
         headers = ignored_header(completion.ignored)
         if completion.stream:
             write = partial(_stream, service, kind, completion, headers, request)
             return StreamedResponse(partial(_while_using, using.pop_all(), write))
-        await while_connected(request.receive, _answer(service, completion, _drop, request))
+        await while_connected(request.receive, make_replies(service, completion, _drop, request))
+        await kind.ended(completion)
         return JSONResponse(completion.whole(), headers=headers)
 
 
@@ -142,7 +147,8 @@ async def _stream(
     seconds, framing = service.security.comment_seconds, kind.framing
     stream = EventStream(send, seconds, opening=completion.opening(), framing=framing, headers=headers)
     try:
-        await while_connected(receive, _answer(service, completion, stream.objects, request), stream.comment())
+        await while_connected(receive, make_replies(service, completion, stream.objects, request), stream.comment())
+        await kind.ended(completion)
         await stream.objects(completion.closing())
     except ClientGoneError:
         raise
@@ -155,7 +161,7 @@ async def _stream(
         await stream.end(framing.last)
 
 
-async def _answer(service: Service, completion: Completion, emit: Emit, request: Request) -> None:
+async def make_replies(service: Service, completion: Completion, emit: Emit, request: Request) -> None:
     """Generate all replies of a request; `emit` is called with the events of each step."""
     host, use = service.host, request.scope.get(KEY_USE)
     left = threading.Event()

@@ -92,6 +92,9 @@ class EventStream:
     async def objects(self, objects: Iterable[Mapping[str, Any]]) -> None:
         await self._write_some(map(self._framing.encode, objects))
 
+    async def write(self, encoded: bytes) -> None:
+        await self._write(encoded)
+
     async def end(self, last: bytes = b"") -> None:
         """Send some bytes and end the answer."""
         await self._write(last, more=False)

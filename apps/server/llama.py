@@ -156,13 +156,18 @@ def default_settings(context: int) -> Event:
 
 
 # Options of ReplyOptions that llama.cpp's server calls by the same names.
-_SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
+_SAME_NAMES = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos", "top_n_sigma",
+    "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "dry_multiplier", "dry_base",
+    "dry_allowed_length", "dry_penalty_last_n",
+)  # fmt: skip
 
 
 def _described(options: Mapping[str, Any]) -> Event:
     config = ReplyOptions().replace(**options)
     described: Event = {name: getattr(config, name) for name in _SAME_NAMES}
     described |= {"repeat_penalty": config.repetition_penalty, "stop": list(config.stop)}
+    described["dry_sequence_breakers"] = list(config.dry_sequence_breakers)
     described |= {"n_probs": config.logprobs or 0, "grammar": config.grammar or ""}
     if config.seed is not None:
         described["seed"] = config.seed

@@ -20,11 +20,9 @@ _EMPTY: tuple[Any, ...] = ("", [], {})
 _OTHERS: tuple[tuple[tuple[Any, ...] | None, str], ...] = (
     (
         None,
-        "cache_salt details dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers "
-        "dynatemp_exponent guided_decoding_backend include_reasoning keep_alive mirostat_eta mirostat_tau "
-        "priority provider reasoning_format request_id route session_id smoothing_curve "
-        "spaces_between_special_tokens sse_ping_interval temperature_last timings_per_token ttl usage "
-        "xtc_threshold",
+        "cache_salt details guided_decoding_backend include_reasoning keep_alive mirostat_eta mirostat_tau priority "
+        "provider reasoning_format request_id route session_id smoothing_curve spaces_between_special_tokens "
+        "sse_ping_interval temperature_last timings_per_token ttl usage",
     ),
     (("medium",), "verbosity"),
     (
@@ -32,14 +30,12 @@ _OTHERS: tuple[tuple[tuple[Any, ...] | None, str], ...] = (
         "adaptive_decay models penalty_prompt post_sampling_probs reasoning_in_content return_progress "
         "sampler_order samplers transforms",
     ),
-    ((-1, 0), "top_n_sigma"),
     ((-1,), "adaptive_target id_slot repeat_last_n slot_id"),
     ((0, 1), "typical typical_p"),
     (
         (0,),
-        "dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff min_keep min_tokens mirostat "
-        "mirostat_mode n_cache_reuse n_discard n_indent n_keep n_probs num_keep penalize_newline "
-        "penalize_nl prompt_logprobs smoothing_factor t_max_predict_ms top_a xtc_probability",
+        "epsilon_cutoff eta_cutoff min_keep min_tokens mirostat mirostat_mode n_cache_reuse n_discard n_indent "
+        "n_keep n_probs num_keep penalize_newline penalize_nl prompt_logprobs smoothing_factor t_max_predict_ms top_a",
     ),
     (
         (1,),

@@ -199,6 +199,13 @@ class PromptReplies:
         self._note()
         return stream
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the first prompt, once it is prepared."""
+        tokens = self._prompts[0].tokens if isinstance(self._prompts[0], ChatPrompt) else self._prompts[0].prompt
+        assert isinstance(tokens, PromptTokens), "it was prepared"
+        return len(tokens.ids)
+
     def _note(self) -> None:
         """Add constraints that are not enforced, which are known once the form of the reply is made."""
         self.ignored = tuple(dict.fromkeys((*self.ignored, *self._prompts[0].left_out)))

@@ -25,6 +25,7 @@ Ids = NDArray[np.int64]
 _NUCLEUS_GUESS = 256
 _UNIT = 2.0**-53  # spacing of the doubles in [1/2, 1): 53 random bits fill a mantissa
 _LOWEST = float(np.finfo(np.float32).min)
+_COLDEST = 1e-6  # of dynamic temperatures
 
 
 @dataclass(frozen=True)
@@ -51,31 +52,83 @@ def token_logprobs(logits: Logits, token: int, top: int = 0) -> TokenLogprobs:
 def truncated(
     row: Logits, best: int, config: ReplyOptions, ids: Ids, weights: NDArray[np.float64]
 ) -> tuple[Ids, NDArray[np.float64]]:  # (S,), (S,)
-    """Indices of a row (A,) that survive truncation, and their weights; the one at `best` has weight 1. Overwrites
-    `weights` (A,)."""
+    """Indices of a row (A,) that survive truncation, and their weights, of which the largest is 1. `best` is the index
+    of the largest logit. Overwrites `weights` (A,)."""
+    top, dynamic = float(row[best]), config.dynatemp_range > 0
+    by_min_p = config.top_p == 1 and config.min_p > 0 and not dynamic
+    floor = -math.inf
+    if config.top_n_sigma > 0:
+        floor = top - config.top_n_sigma * float(row[row > -np.inf].std(dtype=np.float64))
     if 0 < config.top_k < len(row):
         ids = _largest(row, config.top_k)
+        ids = ids[row[ids] >= floor]
         weights = row[ids].astype(np.float64)
-    elif config.top_p == 1 and config.min_p > 0:
-        # Nearly all of the vocabulary goes out here, before the exponential; the slack leaves the edge to min-p.
-        top = float(row[best])
-        floor = top + config.temperature * math.log(config.min_p) - 1e-3 - 1e-6 * abs(top)
+    elif floor > -math.inf or by_min_p:
+        if by_min_p:
+            # Nearly all of the vocabulary goes out here, before the exponential; the slack leaves the edge to min-p.
+            slack = 1e-3 + 1e-6 * abs(top)
+            floor = max(floor, top + config.temperature * math.log(config.min_p) - slack)
         ids = np.flatnonzero(row >= np.float32(max(floor, _LOWEST)))
         weights = row[ids].astype(np.float64)
     else:
         np.copyto(weights, row)
     # The best value leaves before dividing, so that no temperature, however small, overflows.
-    weights -= float(row[best])
+    weights -= top
+    temperature = _dynamic_temperature(weights, config) if dynamic else config.temperature
+    plain = weights.copy() if config.xtc_probability > 0 else weights
     with np.errstate(over="ignore"):  # an overflow to -inf is a weight of 0
-        weights /= config.temperature
+        weights /= temperature
     np.exp(weights, out=weights)
     if config.top_p < 1:
         keep = _nucleus(weights, config.top_p)
-        ids, weights = ids[keep], weights[keep]
+        ids, weights, plain = ids[keep], weights[keep], plain[keep]
     if config.min_p > 0:
         likely = weights >= config.min_p  # the best weight is 1
-        ids, weights = ids[likely], weights[likely]
-    return ids, weights
+        ids, weights, plain = ids[likely], weights[likely], plain[likely]
+    return _without_top_choices(ids, plain, temperature, config) if config.xtc_probability > 0 else (ids, weights)
+
+
+def _dynamic_temperature(logits: NDArray[np.float64], config: ReplyOptions) -> float:  # (S,), the largest is 0
+    """llama.cpp's dynamic temperature: from temperature - range, where one token is certain, to temperature + range,
+    where all are as likely, by the entropy's share of the largest one there is."""
+    logits = logits[logits > -np.inf]
+    if len(logits) == 1:
+        return config.temperature
+    weights = np.exp(logits)
+    total = float(weights.sum())
+    entropy = math.log(total) - float((weights * logits).sum()) / total
+    share = min(max(entropy / math.log(len(logits)), 0.0), 1.0)
+    low, high = max(config.temperature - config.dynatemp_range, 0.0), config.temperature + config.dynatemp_range
+    return max(low + (high - low) * share**config.dynatemp_exponent, _COLDEST)
+
+
+def _without_top_choices(
+    ids: Ids, logits: NDArray[np.float64], temperature: float, config: ReplyOptions
+) -> tuple[Ids, NDArray[np.float64]]:  # (S,), (S,) -> (S,), (S,)
+    """llama.cpp's XTC: with a chance, all tokens are excluded whose probability before temperature reaches the
+    threshold, but the least likely of them. These are the weights of what is drawn with that chance and without it
+    together, so that a position has one distribution, whoever asks for it."""
+    weights = np.exp(logits)
+    above = np.flatnonzero((weights >= config.xtc_threshold * weights.sum()) & (weights > 0))
+    with np.errstate(over="ignore", divide="ignore"):
+        scores = logits / temperature
+        if len(above) > 1:
+            gone = np.zeros(len(ids), np.bool_)
+            gone[above] = True
+            gone[above[weights[above].argmin()]] = False
+            rest = _log_sum(scores[~gone])
+            total = np.logaddexp(rest, _log_sum(scores[gone]))
+            kept = np.log1p(-config.xtc_probability) - total
+            scores += np.where(gone, kept, np.logaddexp(kept, math.log(config.xtc_probability) - rest))
+            scores -= scores.max()
+    weights = np.exp(scores)
+    left = weights > 0
+    return ids[left], weights[left]
+
+
+def _log_sum(values: NDArray[np.float64]) -> float:  # (S,)
+    most = float(values.max())
+    return most + math.log(float(np.exp(values - most).sum()))
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:

@@ -4,16 +4,14 @@ reply by its options, the counts of its tokens and its constraint, also behind a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.reply import ReplyOptions
-from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.sampling.constraint import (
     Accepts,
     Constraint,
@@ -33,124 +31,12 @@ from edgeinfer.runtime.sampling.distributions import (
     truncated,
     uniform,
 )
+from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
 
 Probabilities = NDArray[np.float64]
 
 # Streams of the generator besides the sampler's own, 0: even ones draw drafts, odd ones decide, far ones shape drafts.
 _DRAFTS, _DECISIONS, _SHAPES, _STEP = 2, 1, (1 << 33) + 1, 2
-# A bias of +inf means "force". A large finite number does that and keeps the arithmetic free of inf - inf.
-_FORCED = np.float32(1e30)
-
-
-class TokenCounts:
-    """How often each token occurs in the prompt and in the reply, as a stack: tokens are pushed and popped in order.
-    Only ids that occur take space. Draft positions are evaluated by pushing the draft and undone by popping it."""
-
-    def __init__(self, prompt: Iterable[int] = ()) -> None:
-        ids = list(dict.fromkeys(prompt))
-        self._slots = {token: slot for slot, token in enumerate(ids)}
-        self._prompt_size = len(ids)
-        self._size = len(ids)
-        capacity = max(64, 2 * len(ids))
-        self._ids = np.zeros(capacity, np.int64)
-        self._ids[: len(ids)] = ids
-        self._counts = np.zeros(capacity, np.float32)
-        self._reply: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._reply)
-
-    @property
-    def ids(self) -> NDArray[np.int64]:  # (U,)
-        """Ids present in prompt or reply, each once; a view that is valid until the next push or pop."""
-        return self._ids[: self._size]
-
-    @property
-    def reply_counts(self) -> NDArray[np.float32]:  # (U,)
-        """Occurrences in the reply of each of `ids`; a view that is valid until the next push or pop."""
-        return self._counts[: self._size]
-
-    def push(self, token: int) -> None:
-        slot = self._slots.get(token)
-        if slot is None:
-            slot = self._size
-            if slot == len(self._ids):
-                self._ids = np.resize(self._ids, 2 * slot)
-                self._counts = np.resize(self._counts, 2 * slot)
-            self._slots[token] = slot
-            self._ids[slot] = token
-            self._counts[slot] = 0
-            self._size += 1
-        self._counts[slot] += 1
-        self._reply.append(token)
-
-    def pop(self, count: int = 1) -> None:
-        assert 0 <= count <= len(self._reply), "popping more tokens than were pushed"
-        for _ in range(count):
-            token = self._reply.pop()
-            slot = self._slots[token]
-            self._counts[slot] -= 1
-            # Last in, first out: a slot that a push opened is the newest one when that push is undone.
-            if slot >= self._prompt_size and self._counts[slot] == 0:
-                del self._slots[token]
-                self._size -= 1
-
-
-@dataclass(frozen=True)
-class Penalties:
-    """Changes of logits before temperature, in this order: bias, repetition, frequency + presence."""
-
-    # CTRL's factor (Keskar et al. 2019) on tokens of prompt and reply: positive logits are divided by it, negative ones
-    # multiplied; 1 is none.
-    repetition: float
-    frequency: float  # OpenAI's, taken once per occurrence in the reply
-    presence: float  # OpenAI's, taken once from every token of the reply
-    bias_ids: NDArray[np.int64]  # token ids with a bias. (B,)
-    bias: NDArray[np.float32]  # added to the logits of those ids; -inf bans, +inf forces. (B,)
-
-    @classmethod
-    def from_config(cls, config: ReplyOptions, vocab_size: int) -> Self:
-        for token in config.logit_bias:
-            if not 0 <= token < vocab_size:
-                raise UsageError(
-                    f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens.",
-                    f"Use ids from 0 to {vocab_size - 1}.",
-                )
-        return cls(
-            repetition=config.repetition_penalty,
-            frequency=config.frequency_penalty,
-            presence=config.presence_penalty,
-            bias_ids=np.array(list(config.logit_bias), np.int64),
-            bias=np.minimum(np.array(list(config.logit_bias.values()), np.float64), _FORCED).astype(np.float32),
-        )
-
-    @property
-    def counting(self) -> bool:
-        return self.repetition != 1 or self.frequency != 0 or self.presence != 0
-
-    @property
-    def active(self) -> bool:
-        return self.counting or len(self.bias_ids) > 0
-
-    def apply(self, row: NDArray[np.float32], counts: TokenCounts | None) -> None:
-        """Change a row of logits (V,) in place, only at ids that are biased or present; `counts` may be None unless
-        `counting`."""
-        if len(self.bias_ids):
-            row[self.bias_ids] += self.bias
-        if not self.counting:
-            return
-        assert counts is not None, "penalties on present tokens need their counts"
-        ids = counts.ids
-        logits = row[ids]  # (U,)
-        if self.repetition != 1:
-            factor = np.float32(self.repetition)
-            logits = np.where(logits > 0, logits / factor, logits * factor)
-        if self.frequency != 0 or self.presence != 0:
-            occurrences = counts.reply_counts  # (U,)
-            logits -= np.float32(self.frequency) * occurrences + np.float32(self.presence) * (occurrences > 0)
-        row[ids] = logits
-
-
 # Copying a whole row costs as much as copying one of this many logits by its id (measured at 152 thousand).
 _SPARSE = 32
 # Positions of further noise lie so many bits behind those of texts.
@@ -158,14 +44,17 @@ _FAR = 48
 
 
 class LogitsProcessor:
-    """Turns logits (V,) into tokens: bias, penalties, mask, temperature, top-k, top-p, min-p. Not thread-safe. The mask
-    is the ids that a constraint allows, and the work after it is on those alone. Each truncation works on what the one
-    before left, renormalised; at its edge the lower token id wins a tie."""
+    """Turns logits (V,) into tokens: bias, penalties, mask, top-n-sigma, top-k, temperature, top-p, min-p, XTC. Not
+    thread-safe. The mask is the ids that a constraint allows, and the work after it is on those alone. Each truncation
+    works on what the one before left, renormalised; at its edge the lower token id wins a tie. `pieces` gives the bytes
+    of a token."""
 
-    def __init__(self, config: ReplyOptions, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, config: ReplyOptions, vocab_size: int, seed: int, pieces: Callable[[int], bytes] | None = None
+    ) -> None:
         self.config = config
         self.seed = seed
-        self._penalties = Penalties.from_config(config, vocab_size)
+        self._penalties = Penalties.from_config(config, vocab_size, pieces)
         self._vocab_size = vocab_size
         self._greedy, self._adjusts = config.greedy, self._penalties.active
         self._row = np.empty(vocab_size if self._penalties.active else 0, np.float32)
@@ -175,7 +64,8 @@ class LogitsProcessor:
         self._ids = np.arange(most)
         self._weights = np.empty(most)
         self._noise = None if config.greedy else GumbelNoise(seed, vocab_size)
-        self._truncates = most < vocab_size or config.top_p < 1 or config.min_p > 0
+        self._truncates = most < vocab_size or config.top_p < 1 or config.min_p > 0 or config.top_n_sigma > 0
+        self._reweighs = config.xtc_probability > 0 or config.dynatemp_range > 0
 
     @property
     def takes_likeliest(self) -> bool:
@@ -215,6 +105,11 @@ class LogitsProcessor:
         row, ids = self._masked(logits, counts, allowed), allowed
         chosen = self._best(row, logits, allowed)
         if self._noise is not None:
+            if self._reweighs:
+                ids, weights = self.support(logits, counts, allowed)
+                with np.errstate(divide="ignore"):
+                    scores = np.log(weights)
+                return int(ids[self._noise.draw(scores, int(weights.argmax()), 1.0, position, ids)])
             if self._truncates:
                 kept, _ = self._truncated(row, chosen)
                 row, ids = row[kept], kept if allowed is None else allowed[kept]

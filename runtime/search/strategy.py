@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import ClassVar, Literal, cast
 
 import numpy as np
@@ -23,7 +24,7 @@ from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.layer_skip.strategy import SmallModel
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget
-from edgeinfer.runtime.text.contract import TokenizerLike
+from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
 from edgeinfer.runtime.text.streaming import ReplyText
 
 # Rows of logits that a pass gives at most, as many as drafts of the usual length take.
@@ -50,7 +51,8 @@ class SearchParts:
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
         """Make the sampler of one of several replies, with the seed that follows the reply's own by its index."""
         vocabulary = self.sequence.backend.geometry.vocab_size
-        processor = LogitsProcessor(self.config, vocabulary, (self.sampler.seed + index) % _SEEDS)
+        seed, pieces = (self.sampler.seed + index) % _SEEDS, partial(bytes_of, self.tokenizer)
+        processor = LogitsProcessor(self.config, vocabulary, seed, pieces)
         budget = self.config.thinking_budget
         return Sampler(processor, prompt, None if budget is None else ThinkingBudget(self.tokenizer, budget, prompt))
 

@@ -25,6 +25,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampled": SAMPLED,
     "truncated": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "seed": 3},
     "penalties": SAMPLED | {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    "llama.cpp's": SAMPLED
+    | {
+        "top_n_sigma": 1.5,
+        "xtc_probability": 0.5,
+        "dynatemp_range": 0.5,
+        "dry_multiplier": 0.8,
+        "dry_allowed_length": 1,
+    },
     "biased": {"repetition_penalty": 1.1, "logit_bias": {5: 2.0, 40: -5.0}},
 }
 

@@ -70,6 +70,8 @@ RemoteApi = Literal["edgeinfer", "sglang", "vllm", "openai"]
 # counts tokens itself; `logit_bias` is written in another form.
 VERIFIED_OPTIONS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "top_n_sigma", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "dry_multiplier",
+    "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
     "seed", "stop_token_ids", "ignore_eos", "choices", "json_schema", "json_object", "regex", "grammar",
     "parse_special",
 )  # fmt: skip

@@ -45,6 +45,7 @@ from edgeinfer.core.records import dataclass
 
 # What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024
+_LONGEST_BREAKER = 40  # llama.cpp's
 # Each choice is tokenized before a reply begins; characters are of all together.
 MOST_CHOICES, MOST_CHOICE_CHARACTERS, MOST_BIASES = 100_000, 4_000_000, 4096
 # Forms that a reply may have to follow; one at most.
@@ -79,6 +80,24 @@ class SamplingOptions:
         1.0, "sample from the likeliest tokens whose probabilities add up to P (default: 1, all)", 0, 1, "P"
     )
     min_p: float = _text(0.0, "drop tokens less likely than P times the likeliest one (default: 0, none)", 0, 1, "P")
+    top_n_sigma: float = _text(
+        0.0,
+        "drop tokens whose logits are more than X standard deviations below the largest (default: 0, none)",
+        -1,
+        100,
+    )
+    # llama.cpp's, as the next.
+    xtc_probability: float = _text(0.0, "chance with which XTC excludes top choices (default: 0)", 0, 1, "P")
+    xtc_threshold: float = _text(
+        0.1, "probability from which XTC excludes tokens, all but the least likely of them (default: 0.1)", 0, 1, "P"
+    )
+    dynatemp_range: float = _text(
+        0.0,
+        "how far the temperature goes down where few tokens are likely, and up where many are (default: 0)",
+        0,
+        100,
+    )
+    dynatemp_exponent: float = _text(1.0, "exponent of the entropy that dynatemp_range follows (default: 1)", 0, 100)
     # CTRL's penalty, on tokens of prompt and reply.
     repetition_penalty: float = _text(
         1.0,
@@ -92,6 +111,24 @@ class SamplingOptions:
     )
     presence_penalty: float = _text(
         0.0, "subtract X once from the logit of every token that occurred in the reply (default: 0)", -100, 100
+    )
+    # DRY, as llama.cpp has it.
+    dry_multiplier: float = _text(
+        0.0, "penalty on tokens that would repeat what the text said before, such as 0.8 (default: 0, none)", 0, 100
+    )
+    dry_base: float = _text(
+        1.75, "factor by which that penalty grows with each token of the repeat (default: 1.75)", 1, 100
+    )
+    dry_allowed_length: int = _text(2, "tokens of a repeat that the penalty still allows (default: 2)", 0)
+    dry_penalty_last_n: int = _text(
+        -1, "tokens of prompt and reply in which repeats are looked for; -1 is all, 0 none (default: -1)", -1
+    )
+    dry_sequence_breakers: tuple[str, ...] = _text(
+        ("\n", ":", '"', "*"),
+        "a text that no repeat goes across; can be repeated (default: a line end, a colon, a quotation mark, a star)",
+        metavar="TEXT",
+        flag="--dry-sequence-breaker",
+        given="Sequence[str]",
     )
     logit_bias: Mapping[int, float] = _text(
         factory=dict,
@@ -112,6 +149,7 @@ class Sampling(SamplingOptions, OptionGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_bias(self.logit_bias)
+        object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
 
 
 class SchemaClass(Protocol):
@@ -326,6 +364,7 @@ class ReplyOptions(SamplingOptions, SearchSettings, ComputeSettings, ReplyDrafti
 
     def _check_tokens(self) -> None:
         _check_bias(self.logit_bias)
+        object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
         ids = self.stop_token_ids
         require(isinstance(ids, list | tuple) and all(map(_TOKEN.holds, ids)), "stop_token_ids", ids, "token ids")
         require_few("stop_token_ids", ids, MOST_STOP_IDS)
@@ -376,6 +415,18 @@ def steering_in(text: str | None) -> dict[str, float]:
         found[name] = number
     require(len(found) <= _MOST_VECTORS, "steering", text, f"no more than {_MOST_VECTORS} vectors")
     return found
+
+
+def _breakers(texts: Any) -> tuple[str, ...]:
+    """Texts that no repeat goes across, checked."""
+    name, given = "dry_sequence_breakers", (texts,) if isinstance(texts, str) else texts
+    valid = isinstance(given, list | tuple) and all(isinstance(text, str) and text for text in given)
+    require(valid, name, texts, "a list of texts, none empty")
+    require_few(name, given, MOST_STOPS)
+    require(
+        all(len(text) <= _LONGEST_BREAKER for text in given), name, texts, f"of {_LONGEST_BREAKER} characters at most"
+    )
+    return tuple(given)
 
 
 def _check_bias(bias: Mapping[int, float]) -> None:

@@ -25,12 +25,32 @@ class _Sampling(TypedDict, total=False):
     """Sample from the likeliest tokens whose probabilities add up to P (default: 1, all)."""
     min_p: float | None
     """Drop tokens less likely than P times the likeliest one (default: 0, none)."""
+    top_n_sigma: float | None
+    """Drop tokens whose logits are more than X standard deviations below the largest (default: 0, none)."""
+    xtc_probability: float | None
+    """Chance with which XTC excludes top choices (default: 0)."""
+    xtc_threshold: float | None
+    """Probability from which XTC excludes tokens, all but the least likely of them (default: 0.1)."""
+    dynatemp_range: float | None
+    """How far the temperature goes down where few tokens are likely, and up where many are (default: 0)."""
+    dynatemp_exponent: float | None
+    """Exponent of the entropy that dynatemp_range follows (default: 1)."""
     repetition_penalty: float | None
     """Penalty for tokens that already occurred; above 1 makes them less likely (default: 1)."""
     frequency_penalty: float | None
     """Subtract X from a token's logit for each time it occurred in the reply (default: 0)."""
     presence_penalty: float | None
     """Subtract X once from the logit of every token that occurred in the reply (default: 0)."""
+    dry_multiplier: float | None
+    """Penalty on tokens that would repeat what the text said before, such as 0.8 (default: 0, none)."""
+    dry_base: float | None
+    """Factor by which that penalty grows with each token of the repeat (default: 1.75)."""
+    dry_allowed_length: int | None
+    """Tokens of a repeat that the penalty still allows (default: 2)."""
+    dry_penalty_last_n: int | None
+    """Tokens of prompt and reply in which repeats are looked for; -1 is all, 0 none (default: -1)."""
+    dry_sequence_breakers: Sequence[str] | None
+    """A text that no repeat goes across; can be repeated (default: a line end, a colon, a quotation mark, a star)."""
     seed: int | None
     """Random seed; the same seed gives the same text (default: random)."""
 

@@ -24,6 +24,7 @@ pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
 from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import HostReply, ModelHost
+from edgeinfer.apps.server.responses import ResponseStore
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.serving import Server
 from edgeinfer.apps.server.switching import ModelSwitch
@@ -91,10 +92,11 @@ def served(
     security: Security | None = None,
     models: bool = False,
     contexts: Sequence[Path] = (),
+    store: ResponseStore | None = None,
     **options: Any,
 ) -> Iterator[Local]:
     """Serve the built-in model on a free port for the block, with options of LoadOptions; `models` lets requests name
-    other models of this machine, and they may name the files of `contexts`."""
+    other models of this machine, and they may name the files of `contexts`; responses are kept in `store`."""
     host, ready = ModelHost(parallel=parallel, queue=queued), queue.Queue[str | Exception]()
     urls: list[str] = []
     switch = ModelSwitch(host, None, {"threads": 1} | options, queue=queued) if models else None
@@ -109,7 +111,7 @@ def served(
             raise
         ready.put(urls[0])
 
-    app = make_app(host, security or Security(), aliases=aliases, switch=switch, contexts=contexts)
+    app = make_app(host, security or Security(), aliases=aliases, switch=switch, contexts=contexts, store=store)
     server = Server(app, "127.0.0.1", 0, ready=urls.append, alongside=load, stopping=host.unload)
     thread = threading.Thread(target=server.run, name="server")
     thread.start()

@@ -31,6 +31,7 @@ from pydantic import BaseModel
 from edgeinfer.apps.server.anthropic import ANTHROPIC_KINDS
 from edgeinfer.apps.server.completions import OPENAI_KINDS
 from edgeinfer.apps.server.ollama import OLLAMA_KINDS
+from edgeinfer.apps.server.responses import RESPONSE_KIND
 from edgeinfer.openai.errors import RequestError
 from tests.apps.server.served import Local
 from tests.docs.pages import DOCS
@@ -192,7 +193,7 @@ REQUESTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
     "/api/generate": ((ollama._types.GenerateRequest,), {"prompt": "Hi."} | _OPTIONS, {}),
 }
 
-KINDS = {f"/v1{path}": kind for path, kind in OPENAI_KINDS.items()} | dict(ANTHROPIC_KINDS) | dict(OLLAMA_KINDS)
+KINDS = {f"/v1{path}": kind for path, kind in OPENAI_KINDS.items()} | {"/v1/responses": RESPONSE_KIND} | dict(ANTHROPIC_KINDS) | dict(OLLAMA_KINDS)
 
 
 def documented() -> list[tuple[set[str], str]]:

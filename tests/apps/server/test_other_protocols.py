@@ -125,13 +125,13 @@ def test_a_tool_beyond_the_engine_is_loosened_in_every_protocol(server: Local) -
 
 
 def test_llama(server: Local) -> None:
-    asked = {"prompt": "Once upon", "n_predict": 12, "cache_prompt": True, "dry_multiplier": 0.8, "n_keep": 0}
+    asked = {"prompt": "Once upon", "n_predict": 12, "cache_prompt": True, "typical_p": 0.8, "n_keep": 0}
     answer = server.post("/completion", asked)
     whole = ok(answer)
     text = ok(server.post("/v1/completions", {"prompt": "Once upon", "max_tokens": 12}))["choices"][0]["text"]
     assert (whole["content"], whole["stop_type"], whole["tokens_predicted"]) == (text, "limit", 12)
     assert whole["timings"]["predicted_n"] == 12 and whole["generation_settings"]["n_predict"] == 12
-    assert answer.headers["warning"] == '299 - "ignored: dry_multiplier"'
+    assert answer.headers["warning"] == '299 - "ignored: typical_p"'
     *parts, last = events(server.post("/completion", {**asked, "stream": True}))
     assert "".join(part["content"] for part in parts) == text and not any(part["stop"] for part in parts)
     assert last["stop"] and last["content"] == ""

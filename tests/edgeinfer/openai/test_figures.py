@@ -128,10 +128,10 @@ def test_fields_of_other_servers_are_ignored_and_told_of(model: edgeinfer.Model)
     neutral = {name: values[0] for name, values in OTHERS_FIELDS.items() if values}
     answer = model.create_chat_completion(MESSAGES, max_tokens=1, **neutral)
     assert isinstance(answer, dict) and "warnings" not in answer
-    others: dict[str, Any] = {"mirostat": 2, "dry_multiplier": 0.8, "cache_prompt": True}
+    others: dict[str, Any] = {"mirostat": 2, "typical_p": 0.8, "cache_prompt": True}
     answer = model.create_chat_completion(MESSAGES, max_tokens=1, **others)
     assert isinstance(answer, dict)
-    ignored = ("dry_multiplier", "mirostat")
+    ignored = ("mirostat", "typical_p")
     assert answer["warnings"] == [f"{name} is not supported and was ignored." for name in ignored]
 
 

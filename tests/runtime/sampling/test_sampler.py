@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 from edgeinfer.core.errors import BackendError, UsageError
 from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.sampling.distributions import GumbelNoise, token_logprobs, uniform
-from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Penalties, TokenCounts
+from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor
 
 SETTINGS = st.fixed_dictionaries(
     {
@@ -26,6 +28,17 @@ SETTINGS = st.fixed_dictionaries(
         "top_p": st.floats(0.01, 1),
         "min_p": st.one_of(st.just(0.0), st.floats(0, 1)),
     }
+)
+SEVERAL = st.fixed_dictionaries(
+    {"temperature": st.floats(0.05, 5), "top_k": st.integers(0, 60), "top_p": st.just(1.0)},
+    optional={
+        "min_p": st.floats(0, 1),
+        "top_n_sigma": st.floats(0.01, 3),
+        "xtc_probability": st.floats(0, 1),
+        "xtc_threshold": st.floats(0, 0.6),
+        "dynatemp_range": st.floats(0, 5),
+        "dynatemp_exponent": st.floats(0, 3),
+    },
 )
 # Coarse values, so that ties abound.
 ROWS = st.lists(st.integers(-12, 12).map(lambda x: x / 4) | st.just(-math.inf), min_size=2, max_size=50).filter(
@@ -36,9 +49,13 @@ ROWS = st.lists(st.integers(-12, 12).map(lambda x: x / 4) | st.just(-math.inf), 
 def oracle(row: list[float], config: ReplyOptions) -> list[float]:
     """Straight from the definitions: sort all, cut thrice, renormalising each time."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    if config.top_n_sigma > 0:
+        floor = row[order[0]] - config.top_n_sigma * statistics.pstdev(x for x in row if x > -math.inf)
+        order = [i for i in order if row[i] >= floor - 1e-9]
     if config.top_k:
         order = order[: config.top_k]
-    weights = [math.exp((row[i] - row[order[0]]) / config.temperature) for i in order]
+    temperature = heat(row, order, config)
+    weights = [math.exp((row[i] - row[order[0]]) / temperature) for i in order]
     if config.top_p < 1:
         total, reached, kept = sum(weights), 0.0, 0
         for weight in weights:
@@ -48,11 +65,30 @@ def oracle(row: list[float], config: ReplyOptions) -> list[float]:
             kept += 1
         order, weights = order[:kept], weights[:kept]
     kept = sum(weight >= config.min_p * weights[0] for weight in weights)
-    total = sum(weights[:kept])
     out = [0.0] * len(row)
-    for i, weight in zip(order[:kept], weights[:kept], strict=True):
-        out[i] = weight / total
+    plain = [math.exp(row[i] - row[order[0]]) for i in order[:kept]]
+    edge = config.xtc_threshold * sum(plain)
+    top = sum(p >= edge and p > 0 for p in plain)
+    # Of the likeliest, the first of the last ones that are equal stays.
+    spared = plain.index(plain[top - 1]) if top else 0
+    left = [j for j in range(kept) if j >= top or j == spared]
+    for chance, some in ((config.xtc_probability, left), (1 - config.xtc_probability, range(kept))):
+        total = sum(weights[j] for j in some)
+        for j in some:
+            out[order[j]] += chance * weights[j] / total
     return out
+
+
+def heat(row: list[float], order: list[int], config: ReplyOptions) -> float:
+    """The temperature behind the first cuts."""
+    some = [row[i] for i in order if row[i] > -math.inf]
+    if config.dynatemp_range == 0 or len(some) == 1:
+        return config.temperature
+    total = sum(math.exp(x - some[0]) for x in some)
+    each = [math.exp(x - some[0]) / total for x in some]
+    share = max(-sum(p * math.log(p) for p in each) / math.log(len(each)), 0.0)
+    low, high = max(0.0, config.temperature - config.dynatemp_range), config.temperature + config.dynatemp_range
+    return max(low + (high - low) * min(share, 1.0) ** config.dynatemp_exponent, 1e-6)
 
 
 @st.composite
@@ -86,6 +122,24 @@ def test_distribution_of_what_a_mask_allows_equals_the_oracle(
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
 
 
+@settings(max_examples=300, deadline=None)
+@given(rows_and_masks(), SEVERAL, st.integers(0, 2**64 - 1), st.integers(0, 2**32))
+def test_llama_cpp_s_samplers_equal_the_oracle_and_so_does_what_is_drawn(
+    case: tuple[list[float], list[int]], options: dict[str, Any], seed: int, position: int
+) -> None:
+    row, allowed = case
+    config, logits, mask = ReplyOptions(**options), np.array(row, np.float32), np.array(allowed)
+    processor = LogitsProcessor(config, len(row), seed)
+    found, token = processor.probabilities(logits, None, mask), processor.sample(logits, position, None, mask)
+    likely = np.flatnonzero(found)
+    if config.greedy:
+        assert likely.tolist() == [token]
+        return
+    np.testing.assert_allclose(found, oracle(masked(row, allowed), config), rtol=1e-6, atol=1e-9)
+    scores = np.log(found[likely]) + GumbelNoise(seed, len(row)).of(likely, position)
+    assert scores[likely == token][0] >= scores.max() - 1e-9
+
+
 def test_nucleus_of_a_large_flat_vocabulary() -> None:
     row = np.random.default_rng(0).normal(0, 0.5, 30_000).astype(np.float32)
     for top_p in (0.3, 0.9, 0.999, 0.9999999):
@@ -107,6 +161,7 @@ def test_draws_follow_the_distribution(n: int) -> None:
         {"temperature": 1.0, "top_p": 0.8},
         {"temperature": 1.2, "min_p": 0.1},
         {"temperature": 1.0, "top_k": 9, "top_p": 0.95, "min_p": 0.02, "presence_penalty": 0.5},
+        {"temperature": 0.9, "top_n_sigma": 1.2, "xtc_probability": 0.5, "dynatemp_range": 0.5},
     ]
     for options in several:
         processor = LogitsProcessor(ReplyOptions(**options), 12, seed=11)
@@ -350,3 +405,63 @@ def test_a_bias_bans_and_forces_without_nan_within_the_vocabulary() -> None:
     for token in (-1, V):
         with pytest.raises(UsageError, match="logit_bias"):
             Penalties.from_config(ReplyOptions(logit_bias={token: 1.0}), V)
+
+
+def repeats(text: list[int], config: ReplyOptions, pieces: list[str]) -> dict[int, int]:
+    """The longest repeat that each token would go on with, straight from llama.cpp's rule."""
+    text = text[max(len(text) - config.dry_penalty_last_n, 0) :] if config.dry_penalty_last_n >= 0 else text
+    since = len(text)
+    for breaker in config.dry_sequence_breakers:
+        joined, ends = "".join(pieces[token] for token in text), []
+        for n in range(1, len(text) + 1):
+            before, upto = (len("".join(pieces[token] for token in text[:m])) for m in (n - 1, n))
+            if any(joined[:end].endswith(breaker) for end in range(before + 1, upto + 1)):
+                ends.append(n)
+        since = min(since, len(text) - max(ends, default=0))
+    longest: dict[int, int] = {}
+    for place in range(1, len(text)):
+        length = 0
+        while length < min(place, since) and text[place - 1 - length] == text[len(text) - 1 - length]:
+            length += 1
+        if length >= config.dry_allowed_length:
+            longest[text[place]] = max(longest.get(text[place], 0), length)
+    return longest if since >= config.dry_allowed_length else {}
+
+
+PIECES = ["a", "b", ":", "b\n", "\n", "x:y", "é"]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 6), max_size=12),
+    st.lists(st.integers(0, 6), max_size=12),
+    st.integers(0, 4),
+    st.integers(-1, 20),
+    st.sampled_from([("\n", ":"), ("\n\n", "y:"), ("b\nb",), ("é",)]),
+    st.floats(1, 3),
+)
+def test_repeats_lose_what_llama_cpp_takes(
+    prompt: list[int], reply: list[int], allowed: int, last: int, breakers: tuple[str, ...], base: float
+) -> None:
+    config = ReplyOptions(
+        dry_multiplier=0.8,
+        dry_base=base,
+        dry_allowed_length=allowed,
+        dry_penalty_last_n=last,
+        dry_sequence_breakers=breakers,
+    )
+    row, counts = np.arange(7, dtype=np.float32), TokenCounts(prompt)
+    for token in (*reply, 0, 1):
+        counts.push(token)
+    counts.pop(2)
+    expected = row.copy()
+    for token, length in repeats([*prompt, *reply], config, PIECES).items():
+        expected[token] -= 0.8 * base ** (length - allowed)
+    Penalties.from_config(config, 7, lambda token: PIECES[token].encode()).apply(row, counts)
+    np.testing.assert_allclose(row, expected, rtol=1e-5)
+
+
+def test_a_long_repeat_is_penalised_without_overflow() -> None:
+    row, counts = np.zeros(4, np.float32), TokenCounts([1, 2] * 3000)
+    Penalties.from_config(ReplyOptions(dry_multiplier=100.0), 4).apply(row, counts)
+    assert row[1] == np.float32(-1e30) and row.tolist()[::2] == [0, 0] and row[3] == 0
