@@ -193,7 +193,8 @@ REQUESTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
     "/api/generate": ((ollama._types.GenerateRequest,), {"prompt": "Hi."} | _OPTIONS, {}),
 }
 
-KINDS = {f"/v1{path}": kind for path, kind in OPENAI_KINDS.items()} | {"/v1/responses": RESPONSE_KIND} | dict(ANTHROPIC_KINDS) | dict(OLLAMA_KINDS)
+KINDS = {f"/v1{path}": kind for path, kind in {**OPENAI_KINDS, "/responses": RESPONSE_KIND}.items()}
+KINDS |= {**ANTHROPIC_KINDS, **OLLAMA_KINDS}
 
 
 def documented() -> list[tuple[set[str], str]]:
