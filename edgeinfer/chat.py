@@ -21,7 +21,8 @@ _FORMAT = "edgeinfer-chat"
 _VERSION = 1
 _WITH_CACHE = ".session"
 _MOST_BYTES = 256 * 1000**2  # more than any context holds
-_ROLES = ("system", "user", "assistant")
+_ROLES = ("system", "user", "assistant", "tool")
+_OF_CALLS = {"tool_calls": list, "tool_call_id": str}
 
 
 class ConversationModel(Protocol):
@@ -49,8 +50,8 @@ class Chat:
     Args:
         model: answers.
         system: text of the system message, if any.
-        history: earlier messages with "role" and "content", a str or a list of text parts. A system message may come
-            first.
+        history: earlier messages with "role" and "content", a str or a list of text parts, also calls of functions and
+            their answers. A system message may come first.
 
     Raises:
         UsageError: a message of the history or the system message is malformed, or there are two system messages.
@@ -68,10 +69,10 @@ class Chat:
         if not isinstance(system, str | None):
             raise UsageError(f"The system message is {shown(system)}, which is not a string.", "Pass a string.")
         self.system = system
-        self._turns: list[dict[str, str]] = turns
+        self._turns: list[dict[str, Any]] = turns
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The conversation as OpenAI-style messages; a copy."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + [dict(turn) for turn in self._turns]
@@ -111,6 +112,10 @@ class Chat:
     def astream(self, text: str, **options: Unpack[ReplyDict]) -> AsyncTokenStream:
         """`stream` for asynchronous programs: `async for chunk in chat.astream("Hello"): ...`."""
         return AsyncTokenStream(self._model.reply_thread, lambda: self.stream(text, **options), self)
+
+    def extend(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Append a turn that was made otherwise, such as one with calls of functions and their answers."""
+        self._turns += _read_history(messages, start=len(self._turns) + 1)
 
     def reset(self) -> None:
         """Forget the turns; the system message stays."""
@@ -163,16 +168,17 @@ class Chat:
         return chat
 
 
-def _read_history(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def _read_history(history: Sequence[Mapping[str, Any]], start: int = 0) -> list[dict[str, Any]]:
     turns = []
-    for index, message in enumerate(history):
+    for index, message in enumerate(history, start):
         given = message if isinstance(message, Mapping) else {}
         role = "system" if given.get("role") == "developer" else given.get("role")
-        content = _joined(given.get("content"))
+        kept = {name: given[name] for name, kind in _OF_CALLS.items() if isinstance(given.get(name), kind)}
+        content = _joined(given.get("content") or "" if kept else given.get("content"))
         if role not in _ROLES or content is None or (role == "system" and index):
             hint = 'Write {"role": "user" or "assistant", "content": "..."}; a "system" message may come first.'
             raise UsageError(f"history[{index}] is {shown(message)}.", hint)
-        turns.append({"role": str(role), "content": content})
+        turns.append({"role": str(role), "content": content, **kept})
     return turns
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +21,7 @@ from edgeinfer.apps.cli.options import (
 )
 from edgeinfer.apps.cli.parser import add_command, missing_extra
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL
+from edgeinfer.apps.mcp.servers import ToolServers, usual_file
 from edgeinfer.apps.terminal.app import TerminalChat
 from edgeinfer.core.errors import EdgeInferError, UsageError
 
@@ -47,6 +49,8 @@ def add_chat(commands: Subparsers) -> None:
     parser = add_command(commands, "chat", execute, _DESCRIPTION)
     parser.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")
     parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
+    text = "JSON file of the MCP servers whose tools the model may call (default: mcp.json in the data folder)"
+    parser.add_argument("--mcp", type=Path, metavar="FILE", help=text)
     _add_window_options(parser)
     parser.advanced("--data", "--models", "--port")
     add_load_options(parser, remote=True)
@@ -67,6 +71,8 @@ def _add_window_options(parser: Parser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     system = None if args.system is None else utf8(args.system, "--system")
+    if args.mcp is not None and not args.mcp.exists():
+        raise UsageError(f"There is no file {args.mcp}.", "Name a JSON file with mcpServers.")
     return _in_terminal(args, system) if args.terminal else _in_window(args, system)
 
 
@@ -75,10 +81,24 @@ def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} belongs to the window.", "Leave out either it or --terminal.")
     given, loading = generation_options(args), load_options(args)
-    with _SwitchedModel(args.model, loading) as models:
+    with _servers(args.mcp) as servers, _SwitchedModel(args.model, loading) as models:
         options = {**CONVERSATIONAL, **models.model.sampling, **given}
-        TerminalChat(models, system=system, options=options, say=as_flag).run()
+        TerminalChat(models, servers=servers, system=system, options=options, say=as_flag).run()
     return 0
+
+
+@contextlib.contextmanager
+def _servers(given: Path | None) -> Iterator[ToolServers | None]:
+    """The MCP servers of a chat in the terminal, which start while the model is loading; None where there are none."""
+    if given is None and not usual_file().exists():
+        yield None
+        return
+    with ToolServers(given or usual_file()) as servers:
+        try:
+            servers.reload()
+        except ModuleNotFoundError as error:
+            raise missing_extra(error) from error
+        yield servers
 
 
 class _SwitchedModel:
@@ -126,6 +146,7 @@ def _in_window(args: argparse.Namespace, system: str | None) -> int:
         settings={name: value for name, value in given.items() if value is not None},
         options=loading,
         models=tuple(args.models or ()),
+        mcp=args.mcp,
     )
     run(config, partial(print, flush=True))
     return 0

@@ -104,6 +104,7 @@ _EXTRAS = {
     "torch": "optimum",
     "transformers": "optimum",
     "argcomplete": "completion",
+    "mcp": "mcp",
 }
 
 

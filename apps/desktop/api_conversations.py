@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, cast, get_args
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -23,7 +23,7 @@ from edgeinfer.apps.desktop.control import choice_view
 from edgeinfer.apps.desktop.library import model_of
 from edgeinfer.apps.desktop.markdown import render_reply, render_user
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Message, ModelChoice, Role
-from edgeinfer.apps.desktop.replies import RunningReply, context_of, tokens_for
+from edgeinfer.apps.desktop.replies import Decision, RunningReply, context_of, tokens_for
 from edgeinfer.apps.desktop.requests import (
     Endpoints,
     Table,
@@ -70,6 +70,7 @@ class ConversationEndpoints(Endpoints):
             ("POST", f"{message}/edit", self.edit),
             ("POST", f"{message}/continue", partial(self._reply_again, self._history.go_on)),
             ("POST", f"{one}/stop", self.stop),
+            ("POST", f"{one}/calls/{{call}}", self.decide),
             ("GET", f"{one}/reply", self.follow),
             ("GET", f"{one}/export", self.export),
             ("POST", "/import", self.import_file),
@@ -139,6 +140,14 @@ class ConversationEndpoints(Endpoints):
         self._replies.stop(request.path_params["id"])
         return JSONResponse({}, status_code=202)
 
+    async def decide(self, request: Request) -> Response:
+        """Allow or refuse a call of a tool that waits for it."""
+        body = await fields(request, self._security, allow=str)
+        if (decision := body.get("allow")) not in get_args(Decision):
+            raise UsageError("allow is out of range.", f"allow must be one of {', '.join(get_args(Decision))}.")
+        self._replies.decide(request.path_params["id"], request.path_params["call"], cast(Decision, decision))
+        return JSONResponse({}, status_code=202)
+
     async def follow(self, request: Request) -> Response:
         whole = await asyncio.to_thread(self._history.conversation, request.path_params["id"])
         return event_stream(self._picture(whole.id, self._replies.running(whole.id)), self._security)
@@ -181,7 +190,9 @@ class ConversationEndpoints(Endpoints):
             async for content in running.contents():
                 started = time.monotonic()
                 html = await asyncio.to_thread(render_reply, content)
-                yield Event({"id": shown, "html": html, "content": content, "live": running.live}, "text")
+                yield Event(
+                    {"id": shown, "html": html, "content": content, "live": running.live} | _calls(running), "text"
+                )
                 took = time.monotonic() - started
                 await running.wait_over(max(_EVERY_S, took / _SHARE))
         whole = await asyncio.to_thread(self._history.conversation, id)
@@ -249,11 +260,16 @@ def _message_view(message: Message, running: RunningReply | None = None) -> dict
         m = replace(m, status="interrupted")
     return {
         **{name: getattr(m, name) for name in ("id", "parent", "role", "content", "created", "status")},
+        "calls": [asdict(call) for call in m.calls],
         "html": _html(m.role, m.content),
         "error": None if m.failure is None else asdict(m.failure),
         "figures": None if m.figures is None else asdict(m.figures),
         "attachments": [attachment_view(file) for file in m.attachments],
     }
+
+
+def _calls(running: RunningReply) -> dict[str, Any]:
+    return {"calls": [asdict(call) for call in running.calls]}
 
 
 @lru_cache(maxsize=256)

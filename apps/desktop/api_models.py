@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast, get_args
 
 import psutil
 from starlette.requests import Request
@@ -25,6 +25,7 @@ from edgeinfer.apps.desktop.library import (
 from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.requests import Endpoints, Table, event_stream, fields, optional, search_text, whole_number
 from edgeinfer.apps.desktop.settings import AppSettings
+from edgeinfer.apps.mcp.servers import Permission
 from edgeinfer.core.errors import HubError, UsageError
 
 _TEXT = str | None
@@ -42,6 +43,9 @@ class ModelEndpoints(Endpoints):
             ("POST", "/model/cancel", self.cancel),
             ("POST", "/model/unload", self.unload),
             ("GET", "/events", self.events),
+            ("GET", "/tools", self.tools),
+            ("POST", "/tools/reload", self.reload_tools),
+            ("POST", "/tools/allow", self.allow_tool),
         )
 
     async def state(self, request: Request) -> Response:
@@ -109,6 +113,35 @@ class ModelEndpoints(Endpoints):
     async def events(self, request: Request) -> Response:
         self._services.control.publish()
         return event_stream(self._services.feed.read(), self._security)
+
+    async def tools(self, request: Request) -> Response:
+        """The MCP servers, their tools, and what is allowed of each."""
+        s = self._services
+        shown = [
+            {name: getattr(state, name) for name in ("name", "place", "status", "message")}
+            | {
+                "tools": [
+                    {"title": tool.title, "description": tool.description, "permission": s.servers.permission(tool)}
+                    for tool in state.tools
+                ]
+            }
+            for state in s.servers.states
+        ]
+        return JSONResponse({"path": str(s.servers.path), "error": s.servers_error, "servers": shown})
+
+    async def reload_tools(self, request: Request) -> Response:
+        await self._services.start_servers()
+        return await self.tools(request)
+
+    async def allow_tool(self, request: Request) -> Response:
+        body = await fields(request, self._security, server=str, tool=str, permission=str)
+        states = self._services.servers.states
+        found = [each for state in states if state.name == body.get("server") for each in state.tools]
+        tool = next((each for each in found if each.title == body.get("tool")), None)
+        if tool is None or (permission := body.get("permission")) not in get_args(Permission):
+            raise UsageError("There is no such tool, or no such permission.", "Give server, tool and permission.")
+        await asyncio.to_thread(self._services.servers.allow, tool, cast(Permission, permission))
+        return await self.tools(request)
 
 
 def _require_local(model: str | None) -> None:

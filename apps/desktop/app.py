@@ -162,6 +162,7 @@ class DesktopConfig:
     # LoadOptions fields for every model, but for memory and context.
     options: Mapping[str, Any] = field(default_factory=dict)
     models: Sequence[Path] = ()  # further folders to search for models
+    mcp: Path | None = None  # file of MCP servers; None is that of the data folder
 
 
 def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
@@ -178,6 +179,7 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
         settings=config.settings,
         options=config.options,
         models=config.models,
+        mcp=config.mcp,
     )
     own_window = config.window and _has_display() and importlib.util.find_spec("webview") is not None
     opened = Future[str]()

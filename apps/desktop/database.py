@@ -218,7 +218,7 @@ class Reserve:
             self.release()
 
 
-VERSION = 3
+VERSION = 4
 # `number` gives the order of siblings, and the search index its row ids. `choice` is JSON: the model of a conversation
 # and how it is loaded. An attachment without a message belongs to a draft; `document` is the kept file that it copies,
 # itself for a kept file, whose `tokens` are counted.
@@ -247,6 +247,7 @@ _TABLES = (
         status TEXT NOT NULL CHECK (status IN ('complete', 'replying', 'stopped', 'error', 'interrupted')),
         failure TEXT,
         figures TEXT,
+        calls TEXT,
         holder TEXT
     )
     """,

@@ -32,6 +32,7 @@ from edgeinfer.apps.desktop.records import (
     Summary,
     from_json,
 )
+from edgeinfer.apps.mcp.turns import ToolCall
 from edgeinfer.core.errors import UsageError
 
 MOST_ATTACHMENTS = 10
@@ -328,9 +329,10 @@ class History:
             _touch(connection, id, old.id)
         return dataclasses.replace(old, status="replying", failure=None)
 
-    def write(self, message: str, content: str) -> None:
-        """Save the text of a reply in progress."""
-        self._database.execute("UPDATE messages SET content = ? WHERE id = ?", (content, message))
+    def write(self, message: str, content: str, calls: Sequence[ToolCall] = ()) -> None:
+        """Save the text and the calls of a reply in progress."""
+        values = (content, _calls_json(calls), message)
+        self._database.execute("UPDATE messages SET content = ?, calls = ? WHERE id = ?", values)
 
     def finish(
         self,
@@ -339,12 +341,14 @@ class History:
         status: Status,
         failure: ReplyFailure | None = None,
         figures: Figures | None = None,
+        calls: Sequence[ToolCall] = (),
     ) -> None:
         """Save a finished reply."""
-        values = (content, status, _optional_json(failure), _optional_json(figures), message)
+        values = (content, status, _optional_json(failure), _optional_json(figures), _calls_json(calls), message)
         with self._database.transaction() as connection:
             connection.execute(
-                "UPDATE messages SET content = ?, status = ?, failure = ?, figures = ?, holder = NULL WHERE id = ?",
+                "UPDATE messages SET content = ?, status = ?, failure = ?, figures = ?, calls = ?, holder = NULL"
+                " WHERE id = ?",
                 values,
             )
             connection.execute(
@@ -371,13 +375,13 @@ class History:
 
     def _insert(self, connection: sqlite3.Connection, conversation: str, message: Message) -> None:
         m = message
-        ended = _optional_json(m.failure), _optional_json(m.figures)
+        ended = _optional_json(m.failure), _optional_json(m.figures), _calls_json(m.calls)
         holder = self._holder if m.status == "replying" else None
         try:
             connection.execute(
                 "INSERT INTO messages"
-                " (id, conversation, parent, role, content, created, status, failure, figures, holder)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                " (id, conversation, parent, role, content, created, status, failure, figures, calls, holder)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (m.id, conversation, m.parent, m.role, m.content, m.created, m.status, *ended, holder),
             )
         except sqlite3.IntegrityError as error:  # deleted by another window
@@ -439,7 +443,12 @@ def _message(row: sqlite3.Row, files: tuple[Attachment, ...]) -> Message:
         failure=None if row["failure"] is None else from_json(ReplyFailure, json.loads(row["failure"])),
         figures=None if row["figures"] is None else from_json(Figures, json.loads(row["figures"])),
         attachments=files,
+        calls=tuple(from_json(ToolCall, call) for call in json.loads(row["calls"] or "[]")),
     )
+
+
+def _calls_json(calls: Sequence[ToolCall]) -> str | None:
+    return json.dumps([dataclasses.asdict(call) for call in calls], ensure_ascii=False) if calls else None
 
 
 def _json(value: Mapping[str, Any]) -> str:

@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
+from edgeinfer.apps.mcp.turns import ToolCall
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.results import Result
 
-_T = TypeVar("_T", "ReplyFailure", "Figures")
+_T = TypeVar("_T", "ReplyFailure", "Figures", ToolCall)
 Role = Literal["user", "assistant"]
 # "interrupted" is a reply whose program ended.
 Status = Literal["complete", "replying", "stopped", "error", "interrupted"]
@@ -112,6 +113,7 @@ class Message:
     failure: ReplyFailure | None = None  # with status "error"
     figures: Figures | None = None  # of a reply
     attachments: tuple[Attachment, ...] = ()
+    calls: tuple[ToolCall, ...] = ()  # of tools, in a reply
 
     def prompt(self, apart: Collection[str] = ()) -> str:
         """The text that the model reads: files first, so that the question comes last. `apart` lists kept files to
@@ -161,7 +163,7 @@ class Summary:
 def from_json(kind: type[_T], data: object) -> _T:
     """Read a failure or figures from JSON."""
     # The name of the field in an exported file.
-    name = "error" if kind is ReplyFailure else "figures"
+    name = {ReplyFailure: "error", Figures: "figures"}.get(kind, "calls")
     fields = {f.name: f for f in dataclasses.fields(kind)}
     if not isinstance(data, dict) or not set(data) <= set(fields):
         raise UsageError(f"{name} must be an object of {', '.join(fields)}.", "Leave it out.")
@@ -172,7 +174,8 @@ def from_json(kind: type[_T], data: object) -> _T:
                 raise UsageError(f"{name} lacks {field_name!r}.", "Leave it out as a whole.")
             continue
         value, wanted = data[field_name], types[field_name]
-        sound = isinstance(value, wanted | int if wanted is float else wanted)
+        choices = typing.get_args(wanted) if typing.get_origin(wanted) is Literal else None
+        sound = value in choices if choices else isinstance(value, wanted | int if wanted is float else wanted)
         if not sound or isinstance(value, bool) != (wanted is bool):
             raise UsageError(f"{name}.{field_name} has a wrong type.", "Leave it out as a whole.")
     return kind(**data)

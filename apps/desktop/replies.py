@@ -13,21 +13,34 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import edgeinfer
 from edgeinfer.apps.desktop.checks import ConflictError, NoModelError, hint_of
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Figures, Message, ReplyFailure, Status
-from edgeinfer.apps.desktop.settings import WHEN_FULL
+from edgeinfer.apps.desktop.settings import TOOLS, WHEN_FULL
+from edgeinfer.apps.mcp.servers import Permission, ServerTool, ToolAnswer, ToolServers
+from edgeinfer.apps.mcp.turns import (
+    MOST_ROUNDS,
+    REFUSED,
+    STOPPED,
+    ToolCall,
+    most_characters,
+    text_of,
+    tool_prompt,
+    turn_messages,
+)
 from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.core.errors import BudgetError, CapabilityError, ContextLengthError, EdgeInferError, UserError
+from edgeinfer.openai.replies import Reply
 
 if TYPE_CHECKING:
-    from edgeinfer import Model, TokenStream
+    from edgeinfer import Chunk, Model, Result, TokenStream
+    from edgeinfer.openai.prompt import ChatPrompt
 
 
 # User messages dropped at once.
@@ -64,13 +77,15 @@ def files_apart(
     return list({file.document: file for file in files}.values())
 
 
-def messages_for(conversation: Conversation, reply: Message, apart: Sequence[Attachment] = ()) -> list[dict[str, str]]:
+def messages_for(conversation: Conversation, reply: Message, apart: Sequence[Attachment] = ()) -> list[dict[str, Any]]:
     """The branch that leads to a reply as messages for the model, without turns whose reply failed."""
-    turns = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    turns: list[dict[str, Any]] = [{"role": "system", "content": conversation.system}] if conversation.system else []
     path, named = conversation.path(reply.parent), {file.document for file in apart if file.document is not None}
     for message, after in zip(path, [*path[1:], None], strict=True):
         failed = after is not None and after.role == "assistant" and not after.content
-        if (prompt := message.prompt(named)) and not failed:
+        if message.calls:
+            turns += turn_messages(message.content, message.calls)
+        elif (prompt := message.prompt(named)) and not failed:
             turns.append({"role": message.role, "content": prompt})
     return turns
 
@@ -87,12 +102,12 @@ def tokens_for(model: Model, conversation: Conversation, reply: Message, kept: C
 class Fitted:
     """Messages that leave room for a reply."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     tokens: list[int]
     left_out: int  # number of oldest messages that were dropped
 
 
-def without_oldest(model: Model, messages: Sequence[dict[str, str]], prefill: str, room: int) -> Fitted:
+def without_oldest(model: Model, messages: Sequence[dict[str, Any]], prefill: str, room: int) -> Fitted:
     """Drop the oldest messages, except a system message, until there is room for a reply or one is left."""
     system = [message for message in messages[:1] if message["role"] == "system"]
     turns = messages[len(system) :]
@@ -140,6 +155,14 @@ _log = logging.getLogger("edgeinfer.desktop")
 _KEEP_S = 0.4
 
 
+# Of a call that waits: this once, always, not this time, or never.
+Decision = Literal["once", "always", "no", "never"]
+
+
+async def _done(waiting: Awaitable[Any]) -> None:
+    await waiting
+
+
 class RunningReply:
     """A reply in progress."""
 
@@ -147,6 +170,9 @@ class RunningReply:
         self.message = message  # its row as it was at the start
         self._stopped = asyncio.Event()
         self._pieces = [message.content]
+        self.calls = list(message.calls)
+        self._changes = 0  # of calls
+        self._decisions: dict[str, asyncio.Future[Decision]] = {}  # by the id of a call that waits
         self._grown = asyncio.Event()
         self._reply: HostReply | None = None
         self._prompt: int | None = None
@@ -186,6 +212,30 @@ class RunningReply:
             self._pieces.append(text)
             self._tell()
 
+    def show(self, call: ToolCall) -> None:
+        """Add a call, or replace the one with its id."""
+        known = [each.id for each in self.calls]
+        place = known.index(call.id) if call.id in known else len(known)
+        self.calls[place : place + 1] = [call]
+        if call.status == "asked":
+            self._decisions[call.id] = asyncio.get_running_loop().create_future()
+        self._changes += 1
+        self._tell()
+
+    async def decision(self, call: ToolCall) -> Decision:
+        """What the user says of a call; "no" once the reply is stopped."""
+        waiting = self._decisions[call.id]
+        await self.unless_stopped(_done(waiting))
+        return waiting.result() if waiting.done() and not waiting.cancelled() else "no"
+
+    def decide(self, call: str, decision: Decision) -> bool:
+        """Answer a call that waits for it; False where none does."""
+        waiting = self._decisions.get(call)
+        if waiting is None or waiting.done():
+            return False
+        waiting.set_result(decision)
+        return True
+
     def attach(self, reply: HostReply) -> None:
         """Keep the host's reply to be able to stop it."""
         self._reply = reply
@@ -220,11 +270,11 @@ class RunningReply:
 
     async def contents(self) -> AsyncIterator[str]:
         """Yield the whole message whenever it has grown; slow readers get only the latest."""
-        shown = -1
+        shown = (-1, 0)
         while not self._over.is_set():
             content = self.content
-            if len(content) != shown:
-                shown = len(content)
+            if (len(content), self._changes) != shown:
+                shown = (len(content), self._changes)
                 yield content
             else:
                 await self._grown.wait()
@@ -245,8 +295,9 @@ class ConversationReplies:
         ready: Callable[[], Coroutine[Any, Any, None]],
         defaults: Callable[[], Mapping[str, Any]],
         finished: Callable[[], None],
+        servers: ToolServers,
     ) -> None:
-        self._host, self._history = host, history
+        self._host, self._history, self._servers = host, history, servers
         self._ready, self._defaults, self._finished = ready, defaults, finished
         self._running: dict[str, RunningReply] = {}
         self._starting: set[str] = set()
@@ -275,6 +326,12 @@ class ConversationReplies:
         if (running := self._running.get(conversation)) is not None:
             running.stop()
 
+    def decide(self, conversation: str, call: str, decision: Decision) -> None:
+        """Allow or refuse a call that waits for it."""
+        running = self._running.get(conversation)
+        if running is None or not running.decide(call, decision):
+            raise ConflictError("The call is not waiting.", "It was answered, or its reply was stopped.")
+
     async def close(self) -> None:
         """Stop all replies and save what there is."""
         self._closing = True
@@ -299,7 +356,8 @@ class ConversationReplies:
             _log.exception("a reply failed")
             failure = ReplyFailure(f"Unexpected {type(error).__name__}.", "Try again; the program's output says more.")
         try:
-            await asyncio.to_thread(self._history.finish, running.message.id, running.content, status, failure, figures)
+            ended = (running.message.id, running.content, status, failure, figures, tuple(running.calls))
+            await asyncio.to_thread(self._history.finish, *ended)
         except EdgeInferError as error:
             _log.error("a reply could not be kept: %s", error)
         finally:
@@ -314,6 +372,8 @@ class ConversationReplies:
         messages = messages_for(whole, running.message)
         options = {**self._defaults(), **whole.options}
         shortened = options.pop("when_full", WHEN_FULL[0]) != WHEN_FULL[0]
+        if options.pop("tools", TOOLS[0]) == TOOLS[0] and (tools := await self._tools(running)):
+            return await self._make_with(tools, whole, running, options)
 
         def fit(model: Any) -> Fitted:
             if shortened:
@@ -342,16 +402,91 @@ class ConversationReplies:
         if tokenized_by is not None and tokenized_by.tokenizes_concurrently and not apart:
             # Not on the model's thread, where it would delay other replies.
             fitted = await asyncio.to_thread(fit, tokenized_by)
+        result = await self._grow(start, whole, running, lambda chunk: chunk.text)
+        return None if result is None else Figures.of_result(result, context, left_out)
+
+    async def _grow(
+        self, start: Callable[[Any], Any], whole: Conversation, running: RunningReply, read: Callable[[Chunk], str]
+    ) -> Result | None:
+        """Let the model reply, and add what `read` makes of its chunks; None if it was cancelled before it started."""
         async with self._host.submit(start, whole.id) as reply:
             running.attach(reply)
             written = time.monotonic() - _KEEP_S
             with contextlib.suppress(ReadingEndedError):
                 async for chunk in reply:
-                    running.add(chunk.text, len(chunk.token_ids))
+                    running.add(read(chunk), len(chunk.token_ids))
                     if time.monotonic() - written >= _KEEP_S:
                         await self._keep(running)
                         written = time.monotonic()
-        return None if reply.result is None else Figures.of_result(reply.result, context, left_out)
+        return reply.result
+
+    async def _tools(self, running: RunningReply) -> dict[str, ServerTool]:
+        """The tools to offer, once their servers have started."""
+        if self._servers.starting:
+            await running.unless_stopped(asyncio.to_thread(self._servers.wait))
+        return self._servers.tools
+
+    async def _make_with(
+        self, tools: dict[str, ServerTool], whole: Conversation, running: RunningReply, options: Mapping[str, Any]
+    ) -> Figures | None:
+        """Generate the text, and call the tools that the model asks for; kept files are read with their messages."""
+        await running.unless_stopped(self._ready())
+        first = max((call.round for call in running.calls), default=-1) + 1
+        figures = None
+        for number in range(first, first + MOST_ROUNDS):
+            if running.stopped:
+                break
+            if (model := self._host.model) is None or self._host.state.status != "ready":
+                raise NoModelError("No model is loaded.", "Choose one.")
+            at = running.calls[-1].at if running.calls else 0
+            messages = messages_for(whole, running.message)
+            messages += turn_messages(running.content[:at], running.calls) if running.calls else []
+            prompt = await asyncio.to_thread(tool_prompt, model, messages, tools.values(), options)
+            prompt = dataclasses.replace(prompt, prefill=running.content[at:])
+            replies: list[Reply] = []
+
+            def start(model: Any, prompt: ChatPrompt = prompt, replies: list[Reply] = replies) -> Any:
+                stream, reader = prompt.start(model, 0)
+                replies.append(Reply(reader))
+                running.read(None, model.context)
+                return stream
+
+            result = await self._grow(start, whole, running, lambda chunk, made=replies: text_of(made[0].push(chunk)))
+            if result is None:
+                break
+            running.add(text_of(replies[0].finish(result)), 0)
+            figures = Figures.of_result(result, model.context)
+            if replies[0].finish_reason != "tool_calls":
+                break
+            calls = [
+                ToolCall.of(call.id, call.name, call.arguments, tools.get(call.name), number, len(running.content))
+                for call in replies[0].calls
+            ]
+            for call in calls:
+                running.show(call)
+            for call in calls:
+                await self._called(tools.get(call.name), call, running, most_characters(model))
+        return figures
+
+    async def _called(self, tool: ServerTool | None, call: ToolCall, running: RunningReply, most: int) -> None:
+        """Make a call if it is allowed, and show what came of it."""
+        if tool is None:
+            return
+        permission = self._servers.permission(tool)
+        if permission == "ask":
+            await self._keep(running)
+            decision = await running.decision(call)
+            if decision in ("always", "never"):
+                await asyncio.to_thread(self._servers.allow, tool, cast(Permission, decision))
+            permission = "always" if decision in ("once", "always") else "never"
+        if permission == "never" or running.stopped:
+            running.show(call.ended("refused", REFUSED))
+            return
+        running.show(call.ended("running", ""))
+        asked = self._servers.call(tool, call.arguments, most)
+        await running.unless_stopped(_done(asyncio.wrap_future(asked)))
+        answer = ToolAnswer(STOPPED, failed=True) if asked.cancel() or not asked.done() else asked.result()
+        running.show(call.ended("failed" if answer.failed else "done", answer.text))
 
     def _ends(self, running: RunningReply | None) -> bool:
         """Whether to stop reading a file."""
@@ -393,7 +528,7 @@ class ConversationReplies:
     async def _keep(self, running: RunningReply) -> None:
         """Save the text so far; a disk that is full now may not be when the reply ends."""
         try:
-            await asyncio.to_thread(self._history.write, running.message.id, running.content)
+            await asyncio.to_thread(self._history.write, running.message.id, running.content, tuple(running.calls))
         except EdgeInferError as error:
             _log.warning("a reply could not be kept: %s", error)
 

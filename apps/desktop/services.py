@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +15,17 @@ from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.library import Library, Planner
 from edgeinfer.apps.desktop.replies import ConversationReplies
 from edgeinfer.apps.desktop.settings import DataFolder, SettingsFile
+from edgeinfer.apps.mcp.servers import ToolServers
 from edgeinfer.apps.server.events import EventFeed
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.security import Security
+from edgeinfer.core.errors import UserError
 
 
 class Services:
     """The parts of the running app; `settings` are of this run only, `options` of every model, but for memory and
-    context, and `models` further folders to search."""
+    context, and `models` further folders to search. `mcp` names
+    the MCP servers in place of the folder's file."""
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class Services:
         settings: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         models: Sequence[Path] = (),
+        mcp: Path | None = None,
     ) -> None:
         folder.make()
         self.host, self.security = host, security
@@ -41,12 +46,15 @@ class Services:
         self.planner = Planner(options, host.parallel)
         self.library = Library((folder.models, *models), self.planner)
         self.control = ModelControl(host, self.settings, options or {}, self.planner, self.library, self.feed)
+        self.servers = ToolServers(mcp or folder.mcp, folder.path / "mcp-permissions.json")
+        self.servers_error = ""  # why they could not be read
         self.replies = ConversationReplies(
             host,
             self.history,
             self.control.loaded_or_failed,
             lambda: {**self.control.defaults, **self.settings.now.options},
             lambda: self.feed.publish("conversations", {}),
+            self.servers,
         )
         self.downloads = Downloads(
             lambda state: self.feed.publish("download", asdict(state), state.key),
@@ -66,12 +74,24 @@ class Services:
         self.feed.publish("conversations", {})
         self.downloads.publish()
         self.control.start()
+        await self.start_servers()
+
+    async def start_servers(self) -> None:
+        """Start the MCP servers again, by what their file says now."""
+        self.servers_error = ""
+        try:
+            await asyncio.to_thread(self.servers.reload)
+        except UserError as error:
+            self.servers_error = error.message
+        except ModuleNotFoundError:
+            self.servers_error = "MCP servers need an extra: pip install 'edgeinfer[mcp]'"
 
     async def stop(self) -> None:
         """Stop and save replies, downloads and loading; close the windows' feeds."""
         await self.replies.close()
         await self.downloads.close()
         await self.control.close()
+        await asyncio.to_thread(self.servers.close)
         self.feed.close()
 
     def close(self) -> None:

@@ -24,10 +24,12 @@ from edgeinfer.core.user_files import user_data
 # Generation options in the window.
 OPTIONS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("seed", "max_tokens", "speculation", "when_full"),
+    *("seed", "max_tokens", "speculation", "when_full", "tools"),
 )
 # What to do when the context is full; not the model's `overflow`, which drops tokens.
 WHEN_FULL = ("stop", "leave_out_oldest")
+# Whether tools of MCP servers are offered to the model.
+TOOLS = ("on", "off")
 # The most likely reply tends to repeat itself, above all with small models.
 CONVERSATIONAL: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9}
 THEMES = ("light", "dark", "system")
@@ -43,7 +45,8 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(f"Unknown option {name!r}.", f"Known options: {', '.join(OPTIONS)}.")
     when_full = given.get("when_full", WHEN_FULL[0])
     _require(when_full in WHEN_FULL, "when_full", f"one of {', '.join(WHEN_FULL)}")
-    ReplyOptions.of(**{name: value for name, value in given.items() if name != "when_full"})
+    _require(given.get("tools", TOOLS[0]) in TOOLS, "tools", f"one of {', '.join(TOOLS)}")
+    ReplyOptions.of(**{name: value for name, value in given.items() if name not in ("when_full", "tools")})
     return given
 
 
@@ -179,6 +182,11 @@ class DataFolder:
     @property
     def settings(self) -> Path:
         return self.path / "settings.json"
+
+    @property
+    def mcp(self) -> Path:
+        """The servers whose tools the model may call; it need not exist."""
+        return self.path / "mcp.json"
 
     @property
     def models(self) -> Path:

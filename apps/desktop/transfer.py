@@ -24,6 +24,7 @@ from edgeinfer.apps.desktop.records import (
     from_json,
 )
 from edgeinfer.apps.desktop.settings import checked_options
+from edgeinfer.apps.mcp.turns import ToolCall
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options import format_size
 
@@ -31,7 +32,7 @@ MOST_BYTES = 16 * 1000**2
 _FORMAT, _VERSION = "edgeinfer-conversation", 1
 _HINT = "Give a file that the app exported as JSON."
 _HEAD = {"format", "version", "title", "system", "options", "created", "updated", "leaf", "messages"}
-_MESSAGE = {"id", "parent", "role", "content", "created", "status", "error", "figures", "attachments"}
+_MESSAGE = {"id", "parent", "role", "content", "created", "status", "error", "figures", "attachments", "calls"}
 _FILE: Mapping[str, Any] = {"name": str, "kind": str, "bytes": int, "pages": int | None, "content": str}
 _SPEAKERS = {"user": "You", "assistant": "Assistant"}
 
@@ -62,7 +63,8 @@ def write_markdown(conversation: Conversation) -> str:
         ended = "" if message.status == "complete" else f" ({message.status})"
         files = ", ".join(f"`{file.name}`" for file in message.attachments)
         attached = f"Attached: {files}" if files else ""
-        parts += [f"## {_SPEAKERS[message.role]}{ended}", attached, message.content.strip("\n")]
+        called = "\n".join(f"Called `{call.name}` with `{call.arguments}`: {call.status}." for call in message.calls)
+        parts += [f"## {_SPEAKERS[message.role]}{ended}", attached, called, message.content.strip("\n")]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -107,16 +109,26 @@ def _written(message: Message) -> dict[str, Any]:
     failure = None if message.failure is None else dataclasses.asdict(message.failure)
     files = [{name: getattr(file, name) for name in _FILE} for file in message.attachments]
     # Omitted if there are none.
-    return ({"attachments": files} if files else {}) | {
-        "id": message.id,
-        "parent": message.parent,
-        "role": message.role,
-        "content": message.content,
-        "created": message.created,
-        "status": _ended(message.status),
-        "error": failure,
-        "figures": figures,
-    }
+    calls = [dataclasses.asdict(call) for call in message.calls]
+    return (
+        ({"attachments": files} if files else {})
+        | ({"calls": calls} if calls else {})
+        | {
+            "id": message.id,
+            "parent": message.parent,
+            "role": message.role,
+            "content": message.content,
+            "created": message.created,
+            "status": _ended(message.status),
+            "error": failure,
+            "figures": figures,
+        }
+    )
+
+
+def _calls(entries: Any) -> tuple[ToolCall, ...]:
+    _require(isinstance(entries, list), "calls must be a list")
+    return tuple(from_json(ToolCall, entry) for entry in entries)
 
 
 def _ended(status: Status) -> Status:
@@ -149,6 +161,7 @@ def _add(entry: Any, messages: dict[str, Message]) -> None:
         status=_ended(status),
         failure=None if failure is None else from_json(ReplyFailure, failure),
         figures=None if figures is None else from_json(Figures, figures),
+        calls=_calls(entry.get("calls", [])),
         attachments=_files(entry),
     )
 

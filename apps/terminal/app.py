@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO, cast
 
 from rich.cells import cell_len
 
@@ -21,7 +21,10 @@ from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.user_files import decode_text, marked_encoding
 
 if TYPE_CHECKING:
-    from edgeinfer import Chat, Model, Result
+    from edgeinfer import Chat, Model, Result, TokenStream
+    from edgeinfer.apps.mcp.servers import Permission, ServerTool, ToolServers
+    from edgeinfer.apps.mcp.turns import ToolCall
+    from edgeinfer.openai.replies import Call, Reply
 
 
 # Words, blanks and line ends.
@@ -107,6 +110,8 @@ class WrappedText:
 
 _QUOTES = '"""'
 _FIRST, _MORE = "> ", "... "
+# What a person answers when a call is to be remembered.
+_CHOICES: Mapping[str, Permission] = {"a": "always", "always": "always", "never": "never"}
 _HINTS = EndingHints("/set max_tokens N for more", "/reset starts over; -c for more", "ask in other words")
 
 
@@ -134,12 +139,14 @@ class SwitchedModel(Protocol):
 class TerminalChat:
     """A conversation between a person, or a script, and a model, which stays open. `read` shows a prompt and returns
     the next line, or raises EOFError; without it, stdin is read. Prompts are shown only to a person (`interactive`),
-    whose mistakes do not end the chat; `say` words options in errors."""
+    whose mistakes do not end the chat; `say` words options in errors. The model may call the tools of `servers`, each
+    call if the person allows it."""
 
     def __init__(
         self,
         models: SwitchedModel,
         *,
+        servers: ToolServers | None = None,
         system: str | None = None,
         options: Mapping[str, Any] | None = None,
         read: Callable[[str], str] | None = None,
@@ -148,6 +155,8 @@ class TerminalChat:
         say: Callable[[Setting], str] = str,
     ) -> None:
         self._models = models
+        self._servers = servers
+        self._failed: set[str] = set()  # what was said of servers
         self._chat: Chat = models.model.chat(system=system)
         self._options = dict(options or {})
         self._out = out or sys.stdout
@@ -158,6 +167,7 @@ class TerminalChat:
         self._read = read or (keyboard() if self._interactive else lambda _: next(lines))
         self._say_setting = say
         self._last: Result | None = None
+        self._interrupted = False  # whether Ctrl-C stopped it
         self._leaving = False
         self._commands = (
             Command(("/?", "/help"), "", "this list", self._show_help),
@@ -167,6 +177,12 @@ class TerminalChat:
             Command(("/set",), "NAME VALUE", "an option of replies, such as temperature 0.3; alone: list", self._set),
             Command(("/system",), "TEXT", "start over with this system message; alone: with none", self._set_system),
             Command(("/model",), "NAME", "go on with another model; alone: which one this is", self._set_model),
+            Command(
+                ("/tools",),
+                "NAME WHEN",
+                "allow a tool always, never, or when you are asked; alone: list",
+                self._set_tool,
+            ),
             Command(("/show",), "", "the model, its context and the system message", self._show),
             Command(("/stats",), "", "tokens, speed and memory of the last reply", self._stats),
             Command(("/save",), "FILE", "write the conversation; to NAME.session with the model's cache", self._save),
@@ -228,21 +244,132 @@ class TerminalChat:
         found.run(argument.strip())
 
     def _reply(self, text: str) -> None:
+        if tools := self._tools():
+            self._reply_with(tools, text)
+        else:
+            self._show_reply(self._chat.stream(text, **self._options))
+            self._end_reply()
+
+    def _show_reply(self, stream: TokenStream, reply: Reply | None = None) -> None:
+        """Show a reply as it comes; without its calls, where `reply` reads them."""
+        from edgeinfer.apps.mcp.turns import text_of
+
         columns = shutil.get_terminal_size().columns if self._interactive and self._out.isatty() else sys.maxsize
         shown = WrappedText(self._out, columns)
-        with self._chat.stream(text, **self._options) as stream:
+        with stream:
             with cancel_on_interrupt(stream) as interrupt:
                 for chunk in stream:
-                    shown.write(chunk.text)
+                    shown.write(chunk.text if reply is None else text_of(reply.push(chunk)))
             self._last = stream.result
+        shown.write("" if reply is None else text_of(reply.finish(self._last)))
         shown.finish()
-        note = ending(self._last, self._options.get("max_tokens"), _HINTS)
-        if note and self._interactive:
-            self._say(note)
-        elif note:
-            sys.stderr.write(f"{note}\n")
-        if interrupt.pressed and not self._interactive:
+        self._interrupted = interrupt.pressed
+
+    def _end_reply(self) -> None:
+        assert self._last is not None, "it was just shown"
+        if note := ending(self._last, self._options.get("max_tokens"), _HINTS):
+            self._note(note)
+        if self._interrupted and not self._interactive:
             raise KeyboardInterrupt
+
+    def _note(self, text: str) -> None:
+        """Say something about a reply, apart from it where a program reads it."""
+        if self._interactive:
+            self._say(text)
+        else:
+            sys.stderr.write(f"{text}\n")
+
+    def _tools(self) -> dict[str, ServerTool]:
+        """The tools to offer, once their servers have started; says which have failed."""
+        if self._servers is None:
+            return {}
+        if self._servers.starting:
+            self._note("[starting MCP servers]")
+            self._servers.wait()
+        for state in self._servers.states:
+            said = f"[the MCP server {state.name} cannot be used: {state.message}]"
+            if state.status == "failed" and said not in self._failed:
+                self._failed.add(said)
+                self._note(said)
+        return self._servers.tools
+
+    def _reply_with(self, tools: Mapping[str, ServerTool], text: str) -> None:
+        """Answer a message, and call the tools that the model asks for."""
+        from edgeinfer.apps.mcp.turns import MOST_ROUNDS, tool_prompt, turn_messages
+        from edgeinfer.openai.replies import Reply
+
+        turn: list[dict[str, Any]] = [{"role": "user", "content": text}]
+        try:
+            for _ in range(MOST_ROUNDS):
+                prompt = tool_prompt(self._model, [*self._chat.messages, *turn], tools.values(), self._options)
+                stream, reader = prompt.start(self._model, 0)
+                reply = Reply(reader)
+                self._show_reply(stream, reply)
+                if self._interrupted or reply.finish_reason != "tool_calls":
+                    turn += turn_messages(reply.text, ())
+                    self._end_reply()
+                    return
+                calls = [self._called(tools.get(call.name), call, len(reply.text)) for call in reply.calls]
+                turn += turn_messages(reply.text, calls)
+            self._note(f"[stopped after {MOST_ROUNDS} rounds of calls]")
+        finally:
+            if len(turn) > 1:
+                self._chat.extend(turn)
+
+    def _called(self, tool: ServerTool | None, call: Call, at: int) -> ToolCall:
+        """Show a call, make it if it is allowed, and show what came of it."""
+        from edgeinfer.apps.mcp.turns import REFUSED, STOPPED, ToolCall, most_characters, printable
+
+        made = ToolCall.of(call.id, call.name, call.arguments, tool, at=at)
+        self._note(f"[{made.server or 'no server'}] {call.name} {printable(call.arguments, 4000)}")
+        if tool is not None and self._servers is not None:
+            if not self._allowed(tool):
+                made = made.ended("refused", REFUSED)
+            else:
+                future = self._servers.call(tool, call.arguments, most_characters(self._model))
+                try:
+                    answer = future.result()
+                    made = made.ended("failed" if answer.failed else "done", answer.text)
+                except KeyboardInterrupt:
+                    future.cancel()
+                    made = made.ended("failed", STOPPED)
+        self._note(f"[{made.status}] {printable(made.result, 400)}")
+        return made
+
+    def _allowed(self, tool: ServerTool) -> bool:
+        assert self._servers is not None
+        permission = self._servers.permission(tool)
+        if permission == "ask" and self._interactive:
+            question = f"Allow {tool.name}? y = once, a = always, n = no, never = never: "
+            try:
+                said = self._read(question).strip().lower()
+            except (EOFError, KeyboardInterrupt, StopIteration):
+                said = "n"
+            if (chosen := _CHOICES.get(said)) is not None:
+                self._servers.allow(tool, chosen)
+            return said in ("y", "yes", "once") or chosen == "always"
+        return permission == "always"
+
+    def _set_tool(self, text: str) -> None:
+        if self._servers is None:
+            raise UsageError("No MCP servers are configured.", "Name a file of them with --mcp FILE.")
+        from edgeinfer.apps.mcp.turns import printable
+
+        name, _, permission = text.partition(" ")
+        known = {tool.name: tool for state in self._servers.states for tool in state.tools}
+        if name == "reload":
+            self._servers.reload()
+        elif name:
+            chosen = {"ask": "ask", **_CHOICES}.get(permission.strip().lower())
+            if name not in known or chosen is None:
+                raise UsageError(f"/tools {text} is no tool and permission.", "For example: /tools read_file always")
+            self._servers.allow(known[name], cast("Permission", chosen))
+        self._servers.wait()
+        for state in self._servers.states:
+            self._say(f"{state.name}: {state.status}{f', {state.message}' if state.message else ''} ({state.place})")
+            for tool in state.tools:
+                about = printable(tool.description.partition("\n")[0], 100)
+                self._say(f"  {tool.name} [{self._servers.permission(tool)}] {about}")
 
     def _show_help(self, _: str) -> None:
         rows = [(" ".join((", ".join(each.names), each.argument)).strip(), each.help) for each in self._commands]
@@ -259,10 +386,11 @@ class TerminalChat:
 
     def _regenerate(self, _: str) -> None:
         before = self._chat.messages
-        if not before or before[-1]["role"] != "assistant":
+        asked = max((place for place, message in enumerate(before) if message["role"] == "user"), default=-1)
+        if asked in (-1, len(before) - 1):
             raise UsageError("There is no reply yet.", "Write a message first.")
-        self._chat = self._model.chat(history=before[:-2])
-        self._reply(before[-2]["content"])
+        self._chat = self._model.chat(history=before[:asked])
+        self._reply(before[asked]["content"])
 
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")

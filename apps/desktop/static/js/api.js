@@ -95,6 +95,13 @@ export const countTokens = (draft, signal) => call("POST", "/tokens", { body: dr
 export const regenerate = (id, which) => call("POST", `${message(id, which)}/regenerate`);
 export const editMessage = (id, which, content) => call("POST", `${message(id, which)}/edit`, { body: { content } });
 export const continueMessage = (id, which) => call("POST", `${message(id, which)}/continue`);
+/** Answers a call of a tool that waits: once, always, no or never. */
+export const allowCall = (id, which, allow) =>
+  call("POST", `${chat(id)}/calls/${encodeURIComponent(which)}`, { body: { allow } });
+export const getTools = () => call("GET", "/tools");
+export const reloadTools = () => call("POST", "/tools/reload");
+export const allowTool = (server, tool, permission) =>
+  call("POST", "/tools/allow", { body: { server, tool, permission } });
 export const stopReply = (id) => call("POST", `${chat(id)}/stop`);
 export const importConversation = (text) => call("POST", "/import", { body: text });
 export const exportAddress = (id, format) => `${BASE}${chat(id)}/export?format=${format}`;

@@ -96,10 +96,10 @@ function put(id, messages, fields = {}) {
 
 function watch(id) {
   followReply(id, {
-    text({ id: which, html, content, live }) {
+    text({ id: which, html, content, live, calls }) {
       const shown = get().conversation;
       const message = shown?.id === id && find(shown, which);
-      if (message) put(id, [{ ...message, html, content, live, status: "replying" }]);
+      if (message) put(id, [{ ...message, html, content, live, calls, status: "replying" }]);
     },
     end(message) {
       const shown = get().conversation;
@@ -112,6 +112,15 @@ function watch(id) {
       if (get().link === "open") setTimeout(refreshShown, 500);
     },
   });
+}
+
+/** Answers a call of a tool in the shown conversation, which waits for it. */
+export async function allow(which, answer) {
+  try {
+    await api.allowCall(get().conversation.id, which, answer);
+  } catch (failure) {
+    report(failure);
+  }
 }
 
 async function begin(id, call) {

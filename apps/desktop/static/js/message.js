@@ -1,5 +1,6 @@
 // One message on the page: its text, actions, versions and figures; knows nothing of the others.
 
+import { showCalls } from "./calls.js";
 import * as chats from "./chats.js";
 import { h, icon, iconButton } from "./dom.js";
 import { createEditor } from "./editor.js";
@@ -12,11 +13,12 @@ const LEFT_OFF = { stopped: "Stopped.", interrupted: "This reply was interrupted
 
 /** A view of a message; `show` brings it up to date and changes only what differs. */
 export function createMessage(role) {
+  const calls = h("div", { class: "calls" });
   const body = h("div", { class: "body" });
   const extra = h("div");
   const foot = h("div", { class: "message-foot" });
   const label = role === "user" ? "You" : "Reply";
-  const element = h("article", { class: `message ${role}`, "aria-label": label }, body, extra, foot);
+  const element = h("article", { class: `message ${role}`, "aria-label": label }, calls, body, extra, foot);
   const view = { element, message: null, last: false, versions: [], editor: null, waiting: null };
 
   view.show = (message, versions, { last, busy }) => {
@@ -32,6 +34,7 @@ export function createMessage(role) {
     element.classList.toggle("last", last);
     element.classList.toggle("replying", message.status === "replying");
     element.setAttribute("aria-busy", String(message.status === "replying"));
+    showCalls(calls, message.calls ?? []);
     if (textual && !view.editor) showBody(view, body);
     if (rebuilt) {
       extra.replaceChildren(...mishap(view));
@@ -45,7 +48,7 @@ export function createMessage(role) {
 
 function showBody(view, body) {
   const { message } = view;
-  if (message.status === "replying" && !message.content) {
+  if (message.status === "replying" && !message.content && !message.calls?.length) {
     if (!body.querySelector(".waiting"))
       body.replaceChildren(h("div", { class: "waiting" }, h("i"), "Reading the prompt…"));
     return;

@@ -7,6 +7,7 @@ import { openModels } from "./models.js";
 import { OPTIONS, RESET } from "./samplers.js";
 import { merged, saveSettings } from "./saving.js";
 import { change, follow, get } from "./store.js";
+import { createTools } from "./tools.js";
 
 const SAVE_MS = 400;
 
@@ -15,6 +16,7 @@ const SCOPES = { chat: "This chat", all: "Defaults" };
 let panel = null;
 let scope = "chat";
 const parts = {};
+const tools = createTools();
 // What the fields are for: the id of a chat, or null for the defaults; undefined until the chat has been read.
 let place;
 // The fields that the user is changing, which show nothing else meanwhile.
@@ -43,6 +45,7 @@ export function createPanel() {
       h("h3", {}, "Replies"),
       rows.map(({ element }) => element),
       h("div", { class: "panel-foot" }, reset),
+      tools.element,
     ),
   );
   saveWhenQuiet(system, () => save({ system: system.value }));
@@ -127,6 +130,7 @@ export function togglePanel() {
   panel.hidden = !panel.hidden;
   const button = document.getElementById("panel-button");
   button.setAttribute("aria-expanded", String(!panel.hidden));
+  if (!panel.hidden) tools.refresh();
   if (panel.hidden) button.focus();
   else panel.querySelector("textarea").focus();
 }

@@ -82,6 +82,16 @@ export const OPTIONS = [
     usual: "stop",
     help: "When a chat outgrows the context. Messages that are left out stay here, but are no longer read.",
   },
+  {
+    name: "tools",
+    label: "Tools",
+    choices: [
+      ["on", "Offered"],
+      ["off", "Not offered"],
+    ],
+    usual: "on",
+    help: "Whether the model may ask to call the tools below. They take room in the context.",
+  },
 ];
 
 /** Changes that take every option back to the model's own. */
