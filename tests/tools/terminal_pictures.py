@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,8 @@ class Terminal:
     """A terminal of its own, of a fixed size, with a shell in it."""
 
     def __init__(self) -> None:
-        self._socket = f"edgeinfer-pictures-{os.getpid()}"
+        # A server of the same socket, which ends behind the command that ends it, would be asked for a new session.
+        self._folder = tempfile.TemporaryDirectory(prefix="edgeinfer-pictures-")
         line = f"env -i HOME={os.environ['HOME']} PATH={os.environ['PATH']} TERM=xterm-256color PS1='$ ' LANG=C.UTF-8"
         size = ("-x", str(_COLUMNS), "-y", str(_LINES))
         self._tmux("new-session", "-d", "-s", "picture", *size, f"{line} bash --norc --noprofile")
@@ -99,6 +101,7 @@ class Terminal:
     def close(self) -> None:
         """End the shell and its programs."""
         self._tmux("kill-server")
+        self._folder.cleanup()
 
     def _await(self, before: str = "") -> None:
         def prompted() -> bool:
@@ -108,7 +111,7 @@ class Terminal:
         wait_until(prompted, "a prompt in the terminal")
 
     def _tmux(self, *arguments: str) -> str:
-        line = ["tmux", "-L", self._socket, *arguments]
+        line = ["tmux", "-S", f"{self._folder.name}/socket", *arguments]
         return subprocess.run(line, check=True, capture_output=True, encoding="utf-8", timeout=60).stdout
 
 
