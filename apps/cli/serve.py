@@ -44,7 +44,7 @@ def add_serve(commands: Subparsers) -> None:
     _add_server_options(parser)
     parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
     parser.advanced("--inter-token-latency", "--sse-ping-interval", "--idle-unload", "--context-file", "--responses")
-    parser.advanced("--verbose")
+    parser.advanced("--downloads", "--verbose")
     add_load_options(parser, remote=True)
     add_json_option(parser)
 
@@ -66,6 +66,8 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
     text = "on: load another model on this machine when a request names it, one at a time; off: serve only this one"
     group.add_argument("--models", choices=("on", "off"), default="on", help=f"{text} (default: on)")
+    text = "on: clients may have models of the catalog and the hub fetched (default: off)"
+    group.add_argument("--downloads", choices=("on", "off"), default="off", help=text)
     text = "on: keep responses, at most 64 MB, in a private file, so that requests to /v1/responses may continue them"
     text += "; off, or --no-remember: keep none (default: on)"
     group.add_argument("--responses", choices=("on", "off"), default="on", help=text)
@@ -127,9 +129,10 @@ def execute(args: argparse.Namespace) -> int:
         host.cancel_load()
         await host.unload()
 
-    kept = args.responses == "on" and options.get("remember", True)
-    store = ResponseStore(user_data() / "edgeinfer" / "responses") if kept else None
-    app = make_app(host, security, aliases=args.alias, switch=switch, contexts=args.context_file, store=store)
+    keeps = args.responses == "on" and options.get("remember", True)
+    store = ResponseStore(user_data() / "edgeinfer" / "responses") if keeps else None
+    kept = {"contexts": args.context_file, "store": store, "downloads": args.downloads == "on"}
+    app = make_app(host, security, aliases=args.alias, switch=switch, **kept)
     Server(app, args.host, args.port, ready=urls.append, alongside=load, stopping=stop).run()
     return 0
 

@@ -22,6 +22,7 @@ from edgeinfer.apps.server.guard import Guard, KeyRequired
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.info import InfoEndpoints
 from edgeinfer.apps.server.llama import LLAMA_KINDS, LlamaEndpoints
+from edgeinfer.apps.server.models import ModelEndpoints
 from edgeinfer.apps.server.ollama import OllamaEndpoints
 from edgeinfer.apps.server.responses import ResponseEndpoints, ResponseStore
 from edgeinfer.apps.server.security import KeyUse, Security
@@ -40,13 +41,15 @@ def make_app(
     switch: ModelSwitch | None = None,
     contexts: Sequence[Path] = (),
     store: ResponseStore | None = None,
+    downloads: bool = False,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """Make the application; it closes the host when it ends. Without `switch`, only the loaded model is served;
-    requests may name the files of `contexts` by their names; without `store`, no response is kept."""
+    requests may name the files of `contexts` by their names; without `store`, no response is kept, and without
+    `downloads` clients can have no model fetched."""
     local = NamedModels(None if switch is None else switch.source, tuple(aliases))
     service = Service(host, security, tuple(aliases), switch, local, contexts=_by_name(contexts))
-    responses = ResponseEndpoints(service, store)
+    responses, models = ResponseEndpoints(service, store), ModelEndpoints(service, fetches=downloads)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -56,11 +59,12 @@ def make_app(
             if switch is not None:
                 await switch.close()
             await responses.close()
+            await models.close()
             await host.close()
             service.readers.shutdown(wait=False)
 
     app = Starlette(
-        routes=[*_routes(service, responses), *extra_routes, Route("/", InfoEndpoints(service).root)],
+        routes=[*_routes(service, responses, models), *extra_routes, Route("/", InfoEndpoints(service).root)],
         middleware=[Middleware(Guard, security=security, metrics=service.metrics)],
         exception_handlers={HTTPException: _http_error, EdgeInferError: _error},
         lifespan=lifespan,
@@ -79,7 +83,7 @@ def _by_name(files: Sequence[Path]) -> dict[str, Context]:
     return contexts
 
 
-def _routes(service: Service, responses: ResponseEndpoints) -> list[BaseRoute]:
+def _routes(service: Service, responses: ResponseEndpoints, models: ModelEndpoints) -> list[BaseRoute]:
     """Make the routes, with and without /v1 as llama-server has them; health needs no key."""
     facts, llama, ollama = InfoEndpoints(service), LlamaEndpoints(service), OllamaEndpoints(service)
     count = partial(count_tokens, service)
@@ -92,11 +96,12 @@ def _routes(service: Service, responses: ResponseEndpoints) -> list[BaseRoute]:
     routes: list[BaseRoute] = []
     for prefix in ("/v1", ""):
         routes.append(Route(f"{prefix}/health", facts.health))
-        table += [("GET", _under(prefix, {**facts.asked, **llama.asked, **responses.asked}))]
-        table += [("POST", _under(prefix, {**facts.posted, **llama.posted, **completions, **responses.posted}))]
+        table += [("GET", _under(prefix, {**models.asked, **facts.asked, **llama.asked, **responses.asked}))]
+        posted = {**models.posted, **facts.posted, **llama.posted, **completions, **responses.posted}
+        table += [("POST", _under(prefix, posted))]
         table += [("DELETE", _under(prefix, responses.deleted))]
     table += [("POST", {**messages, "/v1/messages/count_tokens": count})]
-    table += [("GET", ollama.asked), ("POST", ollama.posted), ("DELETE", ollama.deleted)]
+    table += [("GET", ollama.asked), ("POST", {**ollama.posted, **models.pulled}), ("DELETE", ollama.deleted)]
     for method, endpoints in table:
         routes += [Route(path, endpoint, methods=[method], middleware=key) for path, endpoint in endpoints.items()]
     return routes

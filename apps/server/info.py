@@ -27,10 +27,13 @@ _CHARACTERS = 4
 _SERVED = {
     "OpenAI": ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/contexts"],
     "Anthropic": ["/v1/messages", "/v1/messages/count_tokens"],
-    "Ollama": ["/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/ps", "/api/version"],
-    "llama.cpp": ["/completion", "/tokenize", "/detokenize", "/apply-template", "/props", "/slots", "/metrics"],
+    "Ollama": ["/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/ps", "/api/version", "/api/pull"],
+    "llama.cpp": [
+        "/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/props", "/slots", "/metrics",
+        "/models/load", "/models/unload", "/models/sse",
+    ],
     "all": ["/health"],
-}
+}  # fmt: skip
 _PAGE = (
     "<!doctype html><html lang='en'><title>edgeinfer</title><h1>edgeinfer</h1>"
     "<p>A language model is served here to programs, as OpenAI's API and others do. For a chat window, run "
@@ -146,8 +149,10 @@ class InfoEndpoints:
         }
         meta |= {} if model is None else {"n_ctx": model.context}
         state = self._service.host.state
-        loading = state.status == "loading" and state.model == local.source
-        status = {"value": "loading" if loading else "unloaded" if model is None else "loaded"}
+        value = state.status if state.status in ("loading", "failed") and state.model == local.source else "unloaded"
+        if model is not None:
+            value = "loaded" if model.in_memory else "sleeping"
+        status = {"value": value}
         answer = {"id": name, "object": "model", "created": self._started, "owned_by": "edgeinfer"}
         return {**answer, "meta": meta, "status": status}
 

@@ -1,4 +1,4 @@
-"""llama-server's /completion, /props, /slots and /apply-template."""
+"""llama-server's /completion, /infill, /props, /slots and /apply-template."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from edgeinfer.core.results import Chunk, Result, TokenLogprob
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import MOST_ALTERNATIVES, MOST_REPLIES, Fields, sampling, warnings
+from edgeinfer.openai.infill import Gap
 from edgeinfer.openai.messages import read_messages
 from edgeinfer.openai.prompt import TextPrompt
 from edgeinfer.openai.replies import Reply, dialect_of, timings, token_text
@@ -144,9 +145,38 @@ class LlamaCompletion(NoFrame):
         return {"completion_probabilities": entries}
 
 
+class InfillCompletion(LlamaCompletion):
+    """Implements `contract.Completion` for /infill."""
+
+    def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
+        names = ("input_prefix", "input_suffix", "prompt", "input_extra")
+        fields = Fields({name: body.get(name) for name in names})
+        texts = [fields.text(name) or "" for name in names[:3]]
+        others = tuple(_other(item, place, fields) for place, item in enumerate(fields.items("input_extra")))
+        if not any(texts):
+            raise fields.missing("input_prefix", "Send the text before the gap, or input_suffix, that behind it.")
+        super().__init__({name: value for name, value in body.items() if name not in names} | {"prompt": "."}, model)
+        self._gap = Gap(*texts, others)
+
+    def prepare(self, model: ChatModel[Any]) -> None:
+        ids, ends = self._gap.ids(model, "input_prefix")
+        (prompt,) = self._prompts
+        stops = {"stop_token_ids": [*prompt.options.get("stop_token_ids", ()), *ends]}
+        self._asked, self._prompts = [[*ids]], [replace(prompt, options={**prompt.options, **stops})]
+        super().prepare(model)
+
+
+def _other(item: Any, place: int, fields: Fields) -> tuple[str, str]:
+    inner = Fields(item, f"input_extra[{place}].", fields.ignored)
+    other = inner.text("filename") or "tmp", inner.text("text") or ""
+    inner.end()
+    return other
+
+
 LLAMA_KINDS: Mapping[str, CompletionKind] = {
     # Its streams have no end mark.
     "/completion": CompletionKind(LlamaCompletion, replace(SERVER_SENT, last=b"")),
+    "/infill": CompletionKind(InfillCompletion, replace(SERVER_SENT, last=b"")),
 }
 
 
@@ -267,9 +297,7 @@ _REFUSED = {
     "/embedding": "{name} generates text and has no embeddings.",
     "/rerank": "{name} generates text and cannot rerank documents.",
     "/reranking": "{name} generates text and cannot rerank documents.",
-    "/infill": "{name} continues text and cannot fill in the middle.",
 }
-_COMPLETE = "POST /completion continues text."
 _OTHER = "Use another model."
 
 
@@ -338,8 +366,7 @@ class LlamaEndpoints:
         body = await read_json(request, self._service.security)
         async with self._service.use(body.get("model"), request.receive) as model:
             path = request.url.path.removeprefix("/v1")
-            hint = _COMPLETE if path == "/infill" else _OTHER
-            raise CapabilityError(_REFUSED[path].format(name=model.info.name), hint)
+            raise CapabilityError(_REFUSED[path].format(name=model.info.name), _OTHER)
 
 
 def _slot(place: int, model: Model, *, processing: bool) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from edgeinfer.core.results import Chunk, Result
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import MOST_ALTERNATIVES, Fields, sampling, thinking, warnings
+from edgeinfer.openai.infill import Gap
 from edgeinfer.openai.messages import Message, read_messages, split_prefill
 from edgeinfer.openai.prompt import ChatPrompt, PromptReplies, TextPrompt
 from edgeinfer.openai.replies import Call, Piece, TextPiece, dialect_of, entries, timings
@@ -124,10 +125,12 @@ def _text_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any])
     text, system = fields.text("prompt") or "", fields.text("system") or ""
     raw = fields.flag("raw") or model.chat_template_text is None
     fields.only("images", ([],), _TEXT_ONLY)
-    fields.only("suffix", ("",), "This model continues text; it cannot fill in the middle.")
+    suffix = fields.text("suffix")
     fields.only("template", ("",), "The model's own chat template is used; raw does without any.")
     fields.only("context", ([],), "Send the conversation to /api/chat.")
     variables = thinking(fields, options) or None
+    if suffix:
+        return TextPrompt(text, options, fields=("prompt", "format"), gap=Gap(text, suffix))
     if raw:
         return TextPrompt(f"{system}\n\n{text}" if system else text, options, fields=("prompt", "format"))
     said = [{"role": "system", "content": system}] if system else []
@@ -282,10 +285,8 @@ def _called(place: int, call: Call) -> dict[str, Any] | None:
 
 # The version of Ollama's API that these endpoints follow; clients refuse older servers.
 _FOLLOWED = "0.12.6"
-_FETCH = "Fetch models on the machine itself: edgeinfer pull NAME."
 _KEEP = "Manage models on the machine itself: edgeinfer models."
 _REFUSED = {
-    "/api/pull": ("Clients cannot have models fetched.", _FETCH),
     "/api/push": ("Models are not published from here.", _KEEP),
     "/api/create": ("Clients cannot make models.", _KEEP),
     "/api/copy": ("Clients cannot copy models.", _KEEP),

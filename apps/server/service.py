@@ -69,6 +69,10 @@ class NamedModels:
                 self._until = time.monotonic() + _FRESH_S
             return self._listed
 
+    def forget(self) -> None:
+        """List anew when the list is asked for next."""
+        self._until = 0.0
+
     def of(self, source: str | None) -> NamedModel:
         """Return the model of a source, listed or not; the latest one is remembered."""
         last = self._last

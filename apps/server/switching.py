@@ -13,6 +13,7 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.server.host import HostState, ModelHost, NotReadyError
 from edgeinfer.core.errors import BudgetError, EdgeInferError
+from edgeinfer.core.options import parse_size
 from edgeinfer.openai.errors import RequestError
 
 # Load options of the served model that also apply to others.
@@ -62,6 +63,11 @@ class ModelSwitch:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def memory(self) -> int | None:
+        """The budget in bytes, where there is one."""
+        return None if self._options.get("memory") is None else parse_size(self._options["memory"])
 
     def is_loaded(self, source: str | None) -> bool:
         state = self._host.state

@@ -17,6 +17,7 @@ from edgeinfer.core.records import dataclass
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import FINGERPRINT, Fields
+from edgeinfer.openai.infill import Gap
 from edgeinfer.openai.messages import Message
 from edgeinfer.openai.replies import PlainReader, Reply, ReplyReader, timings, usage
 from edgeinfer.openai.tools import ToolUse
@@ -151,12 +152,17 @@ class TextPrompt:
     options: Mapping[str, Any]
     fields: tuple[str, str] = ("prompt", "response_format")
     left_out: tuple[str, ...] = ()
+    gap: Gap | None = None  # to fill, instead of a text to continue
 
     def check(self, model: ChatModel[Any]) -> None:
         with naming(*self.fields, self.options):
             model.check(**self.options)
 
     def prepared(self, model: ChatModel[Any]) -> TextPrompt:
+        if self.gap is not None:
+            filled, ends = self.gap.ids(model)
+            stops = {"stop_token_ids": [*self.options.get("stop_token_ids", ()), *ends]}
+            return replace(self, prompt=PromptTokens(filled, model), options={**self.options, **stops}, gap=None)
         if not isinstance(self.prompt, str):
             return self
         with naming(*self.fields, self.options):
@@ -167,6 +173,8 @@ class TextPrompt:
     def start(
         self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None
     ) -> tuple[StreamT, ReplyReader]:
+        if self.gap is not None:
+            return self.prepared(model).start(model, index, ended)
         with naming(*self.fields, self.options):
             prompt = self.prompt.of(model) if isinstance(self.prompt, PromptTokens) else self.prompt
             return model.stream(prompt, **reply_options(self.options, index)), PlainReader()

@@ -19,6 +19,7 @@ from edgeinfer.openai.fields import (
     usage_wanted,
     warnings,
 )
+from edgeinfer.openai.infill import Gap
 from edgeinfer.openai.prompt import CompletionReplies, TextPrompt
 from edgeinfer.openai.replies import timings, token_table
 
@@ -46,10 +47,12 @@ class TextCompletion(CompletionReplies):
         if self._logprobs_wanted or each > self._given:
             options["logprobs"] = alternatives or 0
         fields.ignore(*IGNORED)
-        fields.only("suffix", ("",), "This model continues text; it cannot fill in the middle.")
+        suffix = fields.text("suffix")
+        if suffix and (self._echo or not all(isinstance(prompt, str) for prompt in prompts)):
+            raise fields.wrong("suffix", suffix, "It goes with texts in prompt, and without echo.")
         fields.end()
         super().__init__(
-            *(TextPrompt(prompt, options) for prompt in prompts),
+            *(TextPrompt(prompt, options, gap=_gap(prompt, suffix)) for prompt in prompts),
             each=each,
             fields=fields,
             model=model,
@@ -106,6 +109,10 @@ class TextCompletion(CompletionReplies):
             "logprobs": token_table(reply.logprobs, 0)[0] if self._logprobs_wanted else None,
             "finish_reason": reply.finish_reason,
         }
+
+
+def _gap(prompt: str | list[int], suffix: str | None) -> Gap | None:
+    return Gap(prompt, suffix) if suffix and isinstance(prompt, str) else None
 
 
 def _prompts(fields: Fields, model: ChatModel[Any]) -> list[str | list[int]]:

@@ -93,10 +93,12 @@ def served(
     models: bool = False,
     contexts: Sequence[Path] = (),
     store: ResponseStore | None = None,
+    downloads: bool = False,
     **options: Any,
 ) -> Iterator[Local]:
     """Serve the built-in model on a free port for the block, with options of LoadOptions; `models` lets requests name
-    other models of this machine, and they may name the files of `contexts`; responses are kept in `store`."""
+    other models of this machine, and they may name the files of `contexts`; responses are kept in `store`, and
+    clients may have models fetched where `downloads` says so."""
     host, ready = ModelHost(parallel=parallel, queue=queued), queue.Queue[str | Exception]()
     urls: list[str] = []
     switch = ModelSwitch(host, None, {"threads": 1} | options, queue=queued) if models else None
@@ -111,7 +113,8 @@ def served(
             raise
         ready.put(urls[0])
 
-    app = make_app(host, security or Security(), aliases=aliases, switch=switch, contexts=contexts, store=store)
+    kept: dict[str, Any] = {"contexts": contexts, "store": store, "downloads": downloads}
+    app = make_app(host, security or Security(), aliases=aliases, switch=switch, **kept)
     server = Server(app, "127.0.0.1", 0, ready=urls.append, alongside=load, stopping=host.unload)
     thread = threading.Thread(target=server.run, name="server")
     thread.start()

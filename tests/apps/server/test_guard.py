@@ -63,7 +63,7 @@ def test_unknown_paths_and_wrong_methods() -> None:
         assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found"), request
     requests = [
         ("GET", "/v1/chat/completions"),
-        ("POST", "/v1/models"),
+        ("POST", "/v1/metrics"),
         ("DELETE", "/health"),
         ("PUT", "/v1/responses"),
     ]

@@ -155,7 +155,9 @@ def test_llama(server: Local) -> None:
     assert props["modalities"] == {"vision": False, "audio": False} and props["eos_token"] and props["model_path"]
     meta = ok(server.get("/v1/models"))["data"][0]["meta"]
     assert meta["n_vocab"] > 0 and meta["n_ctx_train"] >= meta["n_ctx"] and meta["size"] > 10**6
-    for path in ("/infill", "/v1/rerank", "/v1/embeddings", "/embedding", "/reranking"):
+    gap = server.post("/infill", {"input_prefix": "a", "input_suffix": "b"})
+    assert gap.status_code == 400 and "it cannot fill in the middle" in gap.text
+    for path in ("/v1/rerank", "/v1/embeddings", "/embedding", "/reranking"):
         assert server.post(path, {}).status_code == 501, path
 
 
@@ -222,7 +224,7 @@ def test_errors_have_the_shape_of_their_protocol(server: Local) -> None:
         ("/api/chat", {"model": "large", "messages": MESSAGES}, 404, "does not exist"),
         ("/api/chat", {"messages": [image]}, 400, "images"),
         ("/api/chat", {"messages": MESSAGES, "options": {"temprature": 1}}, 400, "Did you mean 'temperature'?"),
-        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "fill in the middle"),
         ("/api/generate", {"prompt": "a", "keep_alive": "soon"}, 400, "keep_alive"),
         ("/api/pull", {"model": "a"}, 501, "edgeinfer pull"),
         ("/api/embed", {"input": "a"}, 501, "embeddings"),
