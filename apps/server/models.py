@@ -160,7 +160,7 @@ class ModelEndpoints:
         return name
 
     def _fetched(self, name: str) -> _Fetch:
-        """The fetching of a model, begun unless it is under way."""
+        """The fetching of a model, which begins unless it is under way."""
         if not self._fetches:
             message, hint = "Clients cannot have models fetched here.", "Fetch it on the machine itself: edgeinfer pull"
             raise CapabilityError(message, f"{hint} NAME, or serve with --downloads on.")

@@ -70,7 +70,7 @@ class NamedModels:
             return self._listed
 
     def forget(self) -> None:
-        """List anew when the list is asked for next."""
+        """Make the list again when it is asked for next."""
         self._until = 0.0
 
     def of(self, source: str | None) -> NamedModel:
