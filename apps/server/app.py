@@ -22,7 +22,7 @@ from edgeinfer.apps.server.guard import Guard, KeyRequired
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.info import InfoEndpoints
 from edgeinfer.apps.server.llama import LLAMA_KINDS, LlamaEndpoints
-from edgeinfer.apps.server.models import ModelEndpoints
+from edgeinfer.apps.server.models import ModelActions
 from edgeinfer.apps.server.ollama import OllamaEndpoints
 from edgeinfer.apps.server.responses import ResponseEndpoints, ResponseStore
 from edgeinfer.apps.server.security import KeyUse, Security
@@ -49,7 +49,7 @@ def make_app(
     `downloads` clients can have no model fetched."""
     local = NamedModels(None if switch is None else switch.source, tuple(aliases))
     service = Service(host, security, tuple(aliases), switch, local, contexts=_by_name(contexts))
-    responses, models = ResponseEndpoints(service, store), ModelEndpoints(service, fetches=downloads)
+    responses, models = ResponseEndpoints(service, store), ModelActions(service, fetches=downloads)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -83,7 +83,7 @@ def _by_name(files: Sequence[Path]) -> dict[str, Context]:
     return contexts
 
 
-def _routes(service: Service, responses: ResponseEndpoints, models: ModelEndpoints) -> list[BaseRoute]:
+def _routes(service: Service, responses: ResponseEndpoints, models: ModelActions) -> list[BaseRoute]:
     """Make the routes, with and without /v1 as llama-server has them; health needs no key."""
     facts, llama, ollama = InfoEndpoints(service), LlamaEndpoints(service), OllamaEndpoints(service)
     count = partial(count_tokens, service)

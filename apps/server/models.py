@@ -45,7 +45,7 @@ class _Fetch:
         self.changed = asyncio.Event()
 
 
-class ModelEndpoints:
+class ModelActions:
     """With `fetches` false, clients can have nothing fetched."""
 
     def __init__(self, service: Service, *, fetches: bool) -> None:
