@@ -138,7 +138,6 @@ class Model:
                 config=config,
                 started=started,
                 continues=bool(prefill),
-                rephrased=lambda text: self.tokenize_chat(_asking(messages, text), **asked),
                 calls=calls,
                 on_finish=on_finish,
             )
@@ -590,9 +589,3 @@ class Model:
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of each token, with special tokens spelled out; errors as `detokenize`."""
         return self._texts.pieces(ids)
-
-
-def _asking(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
-    """The messages with this text instead of the user's last message."""
-    last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=len(messages))
-    return [*messages[:last], {"role": "user", "content": text}, *messages[last + 1 :]]

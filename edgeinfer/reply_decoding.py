@@ -35,8 +35,6 @@ class GenerationRequest:
     reply: tuple[int, ...] = ()  # tokens that it has already
     draft: tuple[int, ...] = ()  # what may follow them
     contexts: JoinedContexts | None = None  # that the prompt begins with, where these were evaluated apart
-    # Gives the tokens of the same chat with another last message of the user; None where there is no chat.
-    rephrased: Callable[[str], list[int]] | None = None
     calls: CallMark | None = None  # what calls of functions begin with in it
     on_finish: Callable[[Result], None] | None = None  # called once with the result
 
@@ -119,35 +117,26 @@ def make_strategy(
             stop_ids,
             parts.tokenizer,
             continues=request.continues,
-            rephrased=request.rephrased,
-            small=lambda: parts.reduced.require_small(),
             spare_bytes=parts.ledger.plan.spare_bytes,
         )
         return make_search(given, forgets=sequence.context_shift is not None)
     if parts.drafting is not None:
         assert is_shareable(config), "who made the parts has looked"
     elif config.compute != "full":
-        return parts.reduced.strategy(sequence, config, sampler, parts.tokenizer, stop_ids)
+        return parts.reduced.strategy(sequence, config, sampler)
     return parts.speculator.strategy(sequence, sampler, config, parts.drafting)
 
 
 def is_shareable(config: ReplyOptions) -> bool:
     """Whether a reply can share passes with others."""
-    if config.search == "off":
-        return config.compute == "full"
-    from edgeinfer.runtime.search.strategy import search_method  # few replies search
-
-    return search_method(config.search).shares
+    return config.compute == "full"
 
 
 def require_shareable(config: ReplyOptions) -> None:
     """Refuse options with which a reply cannot share passes."""
-    if config.compute != "full":
+    if not is_shareable(config):
         message = "Replies side by side cannot take less than the whole model."
         raise UnshareableError(message, 'Leave out "compute", or use generate().')
-    if not is_shareable(config):
-        message = f"Replies side by side cannot search by {config.search}: the draft model follows one text at a time."
-        raise UnshareableError(message, 'Leave out "search", or use generate().')
 
 
 def require_plain(config: ReplyOptions, *, remote: bool = False) -> None:

@@ -98,10 +98,9 @@ def require_same_near_the_end(bundle: Path, name: str, lengths: Sequence[int]) -
 
 def require_other_verifications(model: edgeinfer.Model, name: str) -> None:
     """Requires replies by verifications that give other text than plain decoding."""
-    for verification in ("rejection", "typical"):
-        options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 12, "ignore_eos": True}
-        result = model.generate(PROMPT[:9], speculation=name, verification=verification, **options)
-        assert len(result.token_ids) == 12
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+    result = model.generate(PROMPT[:9], speculation=name, verification="rejection", **options)
+    assert len(result.token_ids) == 12
 
 
 def require_planned(bundle: Path, name: str) -> None:

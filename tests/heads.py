@@ -39,10 +39,8 @@ def random_heads(bundle: Bundle, kind: str, *, tokens: int = 64, heads: int = 3,
         arrays["embeddings"] = draw(tokens, size)
         for head in range(heads):
             arrays |= {f"weight.{head}": draw(2, size, (2 + head) * size), f"bias.{head}": draw(size)}
-    elif kind == "routers":
-        arrays = {"weight": draw(layers, size), "bias": draw(layers)}
     else:
-        arrays = {"weight": draw(size), "bias": draw(1)}
+        arrays = {"weight": draw(layers, size), "bias": draw(layers)}
     return Heads(kind, arrays, {"made": "at random"})
 
 

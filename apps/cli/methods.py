@@ -1,4 +1,4 @@
-"""`edgeinfer methods`: lists drafters, verification rules, searches and ways to compute less, with their options."""
+"""`edgeinfer methods`: lists drafters, verification rules, searches and ways to compute less."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ _DESCRIPTION = """\
 List the methods that --speculation, --verification, --search and --compute choose by name. Research methods have no
 measured gain, or belong to another package; they run only when named.
 
-examples:
+example:
   edgeinfer methods
-  edgeinfer run "Once upon a time" --search lookahead --method-option look_ahead=3
 """
 
 
@@ -32,10 +31,7 @@ def execute(args: argparse.Namespace) -> int:
         print_json({kind: [_facts(method, research) for method, research in _all(kind)] for kind in KINDS})
         return 0
     for kind, declared in KINDS.items():
-        rows = []
-        for method, research in _all(kind):
-            rows.append((method.name, "research" if research else "", method.help))
-            rows += [("", "", f"{option.name}={option.default}: {option.help}") for option in method.options]
+        rows = [(method.name, "research" if research else "", method.help) for method, research in _all(kind)]
         print_table(rows, title=f"--{declared.option}")
     return 0
 
@@ -47,5 +43,4 @@ def _all(kind: str) -> list[tuple[DeclaredMethod, bool]]:
 
 
 def _facts(method: DeclaredMethod, research: bool) -> dict[str, Any]:
-    options = {option.name: {"help": option.help, "default": option.default} for option in method.options}
-    return {"name": method.name, "help": method.help, "research": research, "options": options}
+    return {"name": method.name, "help": method.help, "research": research}

@@ -200,11 +200,6 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         options["choices"] = [*options.get("choices", ()), *lines]
     if args.checker_file is not None:
         options["checker"] = _function(Path(args.checker_file), "check", "returns True or False")
-    if "method_options" in options:
-        options["method_options"] = dict(options["method_options"])
-        if "scorer" in options["method_options"]:
-            file = Path(options["method_options"]["scorer"])
-            options["method_options"]["scorer"] = _function(file, "score", "returns a number")
     for name, flag in (("stop", "--stop"), ("choices", "--choice"), ("regex", "--regex")):
         if name in options:
             given = options[name]

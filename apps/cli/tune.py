@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -34,30 +34,17 @@ def tune_cache(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 def tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Learn a steering vector."""
-    learn = partial(edgeinfer.tools.tune_steering, args.model, args.steering, **options)
-    found = _learnt(args, "--steering", learn)
+    if args.text is None:
+        raise UsageError("--steering learns from a text.", "Name one with --text.")
+    text = read_text(args.text)
+    with progress_bar() as bar:
+        tokens = stage(bar, "tokens")
+        found = edgeinfer.tools.tune_steering(args.model, args.steering, text, progress=tokens, **options)
     rows = [
         ("vector", f"{found.name}, of {found.entries} tokens"),
         ("validation", f"{found.plain:.3f} nats a token, {found.steered:.3f} with it, over {found.tokens} tokens"),
     ]
     return print_result(args, asdict(found), partial(print_table, rows))
-
-
-def tune_method(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Teach a verification rule."""
-    learn = partial(edgeinfer.tools.tune_method, args.method, args.model, **options)
-    facts = _learnt(args, "--method", learn, "questions")
-    rows = [(name, f"{value:.3f}" if isinstance(value, float) else str(value)) for name, value in facts.items()]
-    return print_result(args, dict(facts), partial(print_table, rows))
-
-
-def _learnt(args: argparse.Namespace, flag: str, learn: Callable[..., LearntT], read: str = "tokens") -> LearntT:
-    """Learn from the text that an option needs."""
-    if args.text is None:
-        raise UsageError(f"{flag} learns from a text.", "Name one with --text.")
-    text = read_text(args.text)
-    with progress_bar() as bar:
-        return learn(text, progress=stage(bar, read))
 
 
 def _print_cache(found: CacheTuning) -> None:
@@ -103,10 +90,6 @@ def add_tune(commands: Subparsers) -> None:
     group.add_argument("--skip", action="store_true", help=text)
     text = "measure how uncertain --draft-model is about this model's replies, for --compute entropy"
     group.add_argument("--entropy", action="store_true", help=text)
-    group = parser.add_argument_group("verification (lossy)")
-    text = "teach a rule such as judge on --text, and put what it learns into the model's bundle, for --verification "
-    text += "NAME; nothing else is tuned"
-    group.add_argument("--method", metavar="NAME", help=text)
     group = parser.add_argument_group("steering")
     text = "learn from --text a vector of this name that moves replies towards such texts, and put it into the model's "
     group.add_argument("--steering", metavar="NAME", help=text + "bundle, for --steering NAME:X of replies")
@@ -124,7 +107,7 @@ def add_tune(commands: Subparsers) -> None:
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the search (default: 0)")
     advanced = ("--granularity", "--evaluations", "--seed", "--speculation", "--out", "--forget")
-    parser.advanced(*advanced, "--steering", "--method")
+    parser.advanced(*advanced, "--steering")
     add_json_option(parser)
 
 
@@ -135,8 +118,6 @@ def execute(args: argparse.Namespace) -> int:
     _require_one(args)
     if args.cache:
         return tune_cache(args, options)
-    if args.method is not None:
-        return tune_method(args, options)
     if args.steering is not None:
         return tune_steering(args, options)
     prompts = _prompts(args)
@@ -162,7 +143,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _require_one(args: argparse.Namespace) -> None:
     """Refuse goals that exclude each other."""
-    named = ("cache", "drafters", "skip", "entropy", "method", "steering")
+    named = ("cache", "drafters", "skip", "entropy", "steering")
     asked = [f"--{name}" for name in named if getattr(args, name) not in (None, False)]
     if len(asked) > 1 and set(asked) != {"--skip", "--entropy"}:
         raise UsageError(f"{' and '.join(asked)} cannot be tuned together.", "Run edgeinfer tune once for each.")

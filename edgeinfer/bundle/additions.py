@@ -10,7 +10,6 @@ hydra       norm (D,), the model's final one; tokens (K,) int32, those that may 
             theirs of the model's head and embedding; of head i: weight.{i} (2, D, (2 + i) D) and bias.{i} (D,), over
             the state, the root's embedding and those of i tokens behind it
 routers     weight (L, D), bias (L,): which layers a prompt needs
-judge       weight (D,), bias (1,): of the score by which a drafted token may stay though the model would say another
 
 All are float32 or float16 except the tokens.
 
@@ -81,16 +80,11 @@ def _routers(arrays: Arrays, geometry: Geometry) -> _Shapes:
     return {"weight": (geometry.num_layers, geometry.hidden_size), "bias": (geometry.num_layers,)}
 
 
-def _judge(arrays: Arrays, geometry: Geometry) -> _Shapes:
-    return {"weight": (geometry.hidden_size,), "bias": (1,)}
-
-
 # The shapes of each kind's arrays, given the arrays whose length is free.
 _SHAPES: dict[str, Callable[[Arrays, Geometry], _Shapes]] = {
     "medusa": _medusa,
     "hydra": _hydra,
     "routers": _routers,
-    "judge": _judge,
 }
 HEADS = tuple(_SHAPES)
 

@@ -5,14 +5,13 @@ those of other distributions, are entry points, loaded only when an option names
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from edgeinfer.core.errors import Setting, UsageError
-from edgeinfer.core.options import ConfigOption, Range, require, suggestion
+from edgeinfer.core.options import suggestion
 from edgeinfer.core.records import dataclass
 
 if TYPE_CHECKING:
@@ -43,22 +42,8 @@ class DeclaredMethod:
 
     name: str
     help: str = ""  # one line for people
-    options: tuple[ConfigOption, ...] = ()  # its own options, which callers give as `method_options`
     # Its place among methods of its kind; a lower one is asked first, and wins where nothing else decides.
     order: int = 50
-
-    def values(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Its own options with their defaults, out of a reply's `method_options`."""
-        return MappingProxyType({each.name: given.get(each.name, each.default) for each in self.options})
-
-
-def method_option(
-    name: str, default: Any, help: str, *, kind: Any = None, low: float | None = None, high: float | None = None
-) -> ConfigOption:
-    """Declare an option of a method; its type is that of the default unless `kind` says it."""
-    kind = type(default) if kind is None else kind
-    limits = None if low is None or high is None else Range(low, high, whole=kind is int, optional=default is None)
-    return ConfigOption(name, kind, default is None, default, help, limits)
 
 
 @cache
@@ -103,29 +88,3 @@ def _loaded(entry: EntryPoint) -> DeclaredMethod:
     found = entry.load()
     assert isinstance(found, DeclaredMethod), f"{entry.value} declares a method"
     return found
-
-
-def check_method_options(given: Mapping[str, Any], methods: Iterable[DeclaredMethod]) -> dict[str, Any]:
-    """The options given, texts turned into numbers; UsageError for one that no chosen method has, or a bad value."""
-    methods = list(methods)
-    known = {each.name: each for method in methods for each in method.options}
-    found = {}
-    for name, value in given.items():
-        if name not in known:
-            of = " and ".join(method.name for method in methods) or "the methods of this reply"
-            hint = suggestion(name, known) + (f"Known: {', '.join(known)}." if known else "Leave it out.")
-            raise UsageError(f"There is no option {name!r} of {of}.", hint)
-        found[name] = value = _converted(known[name], value)
-        known[name].check(value)
-        require(known[name].type is not Callable or value is None or callable(value), name, value, "a function")
-    return found
-
-
-def _converted(declared: ConfigOption, value: Any) -> Any:
-    """A number that a text spells, as commands give it; anything else as it is."""
-    if isinstance(value, str) and declared.type in (int, float):
-        try:
-            return declared.type(value)
-        except ValueError:
-            return value
-    return value

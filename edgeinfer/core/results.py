@@ -64,7 +64,7 @@ class MemoryUse:
     pss_bytes: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class DrafterUse:
     """What one drafter did in a reply."""
 
@@ -121,14 +121,14 @@ class SpeculationUse:
         self.add_rounds("+".join(names) or "none", accepted=len(accepted), bonus=bonus)
         self.accepted_per_position = _raised(self.accepted_per_position, range(len(accepted)))
         for name in names:
-            use = self.per_drafter.get(name, DrafterUse())
+            use = self.per_drafter.get(name)
+            if use is None:
+                use = self.per_drafter[name] = DrafterUse()
             mine = [place for place, node in enumerate(accepted) if sources[node] == name]
-            self.per_drafter[name] = DrafterUse(
-                rounds=use.rounds + 1,
-                drafted=use.drafted + sources.count(name),
-                accepted=use.accepted + len(mine),
-                accepted_per_position=_raised(use.accepted_per_position, mine),
-            )
+            use.rounds += 1
+            use.drafted += sources.count(name)
+            use.accepted += len(mine)
+            use.accepted_per_position = _raised(use.accepted_per_position, mine)
 
 
 def _raised(counts: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
@@ -302,7 +302,6 @@ class SearchedText:
     token_ids: tuple[int, ...]
     score: float  # mean natural log-probability of its tokens by the model itself, a stop token included
     finish_reason: str  # "stop" where it ended by itself, else "length"
-    weight: float | None = None  # its share of the weight of all particles; None where texts have none
 
 
 @dataclass
@@ -320,10 +319,6 @@ class SearchUse:
     chosen: int = 0  # index in `texts` of the reply
     # Whole texts that were looked at; empty where a way only looks at a part at a time.
     texts: tuple[SearchedText, ...] = ()
-    # Of "anchored": nats by which the distributions that tokens were drawn from diverge from the draft model's, added
-    # up.
-    divergence: float | None = None
-    divergence_allowed: float | None = None  # nats that they might have diverged by
 
 
 @dataclass
@@ -337,11 +332,9 @@ class ComputeUse:
     # Blocks that ran for reduced tokens, [2i] and [2i+1] of layer i; of "entropy" empty.
     layer_mask: tuple[bool, ...] = ()
     skipped_share: float = 0.0  # of all blocks of the tokens after the first, those that did not run for them
-    large_share: float | None = None  # of "entropy" and "steps": tokens that the large model made, over all
+    large_share: float | None = None  # of "entropy": tokens that the large model made, over all
     switches: int = 0  # of the same: how often the other model took over
-    # Tokens that were fed later, for the cache of a model or layer that had not seen them; of "steps", those that were
-    # read and not taken.
-    caught_up: int = 0
+    caught_up: int = 0  # tokens that were fed later, for the cache of a model or layer that had not seen them
     # Of the same: parameters that the tokens went through, over those of the large model for each; catching up left
     # out.
     parameter_share: float | None = None

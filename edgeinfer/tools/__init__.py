@@ -25,14 +25,14 @@ if TYPE_CHECKING:
         restore_drafting,
     )
     from edgeinfer.tools.steering import SteeringGain, tune_steering
-    from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, tune_drafting, tune_entropy, tune_method, tune_skips
+    from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, tune_drafting, tune_entropy, tune_skips
 
 __all__ = [
     "CacheLoss", "CacheTuning", "DeviceTuning", "Divergence", "DrafterGain", "DraftersTuning", "EntropyFacts",
     "Evaluation", "Foreseen", "PartGain", "ReplyReading", "SkipLevel", "SteeringGain", "TuneResult", "TunedSettings",
     "WorkTimes", "drafting_state", "evaluate", "expert_counts", "forget_tuning", "list_devices", "measure_decode",
     "measure_device", "measure_kv", "measure_passes", "measure_prefill", "measure_work", "pass_work", "read_reply",
-    "restore_drafting", "tune_cache", "tune_device", "tune_drafters", "tune_drafting", "tune_entropy", "tune_method",
+    "restore_drafting", "tune_cache", "tune_device", "tune_drafters", "tune_drafting", "tune_entropy",
     "tune_skips", "tune_steering",
 ]  # fmt: skip
 
@@ -47,7 +47,7 @@ _NAMES = {
         "measure_work pass_work read_reply restore_drafting"
     ),
     "steering": "SteeringGain tune_steering",
-    "tuning": "EntropyFacts SkipLevel TuneResult tune_drafting tune_entropy tune_method tune_skips",
+    "tuning": "EntropyFacts SkipLevel TuneResult tune_drafting tune_entropy tune_skips",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,8 +87,7 @@ def _same(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
     return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PassResult:
+class PassResult(NamedTuple):
     """Outcome of one pass."""
 
     logits: Floats  # (R, V), one row for each requested row

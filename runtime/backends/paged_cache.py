@@ -267,7 +267,8 @@ class PagedCache(KVCache):
             self.state.pinned = length
 
     def trim(self, length: int) -> None:
-        check_length(length, self.length)
+        if not 0 <= length <= self.length:
+            check_length(length, self.length)
         if self.state is not None:
             self.state.trim(length)
         self.length = length

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import abc
 from collections.abc import Generator, Iterable
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -33,8 +33,7 @@ from edgeinfer.runtime.system.memory import keeping_freed
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Evaluate:
+class Evaluate(NamedTuple):
     """What a generator yields: passes over sequences of one backend, whose results it is sent; arrays in these are
     views until it yields again. Without passes, others go first. A draft with `gains` may be cut, then there are fewer
     rows of logits."""

@@ -20,7 +20,6 @@ from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.strategy import SmallModel, StrategyArguments
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.text.contract import TokenizerLike
 
 T = TypeVar("T")
 
@@ -95,19 +94,12 @@ class ReducedComputeStrategies:
         self._known[name] = found
         self._profile.save_arrays(name, found.state())
 
-    def strategy(
-        self,
-        sequence: Sequence,
-        options: ReplyOptions,
-        sampler: Sampler,
-        tokenizer: TokenizerLike | None = None,
-        stop_ids: frozenset[int] = frozenset(),
-    ) -> Strategy:
+    def strategy(self, sequence: Sequence, options: ReplyOptions, sampler: Sampler) -> Strategy:
         """The strategy of a reply that does not compute in full."""
         if sequence.backend.geometry.states:
             message = "This model has recurrent layers, whose state would lack what less compute leaves out."
             raise CapabilityError(message, "Use the full model.")
-        given = StrategyArguments(sequence, sampler, options, self._rows, self._plain_ms(), tokenizer, stop_ids)
+        given = StrategyArguments(sequence, sampler, options, self._rows, self._plain_ms())
         return compute_method(options.compute).make(self, given)
 
     def require_small(self) -> SmallModel:

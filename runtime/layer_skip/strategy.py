@@ -22,7 +22,6 @@ from edgeinfer.runtime.decoding import sequence as decoding
 from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.text.contract import TokenizerLike
 
 _LN2 = float(np.log(2))
 # Samples from which on a reply's own say how far its tokens diverge at worst, and spreads above the mean that are that.
@@ -219,9 +218,6 @@ class StrategyArguments:
     options: ReplyOptions  # what was asked for
     rows: int  # most logit rows of a pass, as memory was planned for
     plain_ms: float | None  # a pass of the whole model over one token, as far as that is known already
-    # `tokenizer`, `stop_ids`: of the reply.
-    tokenizer: TokenizerLike | None = None
-    stop_ids: frozenset[int] = frozenset()
 
     def timed(self, costs: BlockCosts) -> StrategyArguments:
         """Costs with a plain pass as block costs have it where nothing else tells."""

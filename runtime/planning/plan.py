@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
@@ -19,16 +17,6 @@ from edgeinfer.runtime.planning.speed_model import DiskReads, Speed
 
 # Of the best speed, what counts as keeping it.
 BEST_SHARE = 0.95
-
-
-@dataclass(frozen=True)
-class WayToRun:
-    """A configuration, its bytes and speed, and its worth, by which plans are chosen."""
-
-    configuration: Configuration
-    bytes: int
-    tokens_per_second: float
-    worth: float
 
 
 @dataclass(frozen=True)
@@ -89,44 +77,6 @@ class SpeedCurve:
     def at(self, budget: int) -> BudgetPoint | None:
         """The plan of a budget; None where it is too small for any."""
         return next((point for point in reversed(self.points) if point.budget_bytes <= budget), None)
-
-
-def speed_curve(first: WayToRun, others: Iterable[WayToRun]) -> SpeedCurve:
-    """Make the curve; every budget that fits `first`, the way without concessions, gets that."""
-    ways = [first, *others]
-    points = [*_changes(sorted(ways, key=lambda way: way.bytes), first)]
-    # What is promised of a budget is no more than what a larger one gives.
-    least, plain = points[-1].tokens_per_second, points[-1].plain_tokens_per_second or math.inf
-    for place, point in reversed([*enumerate(points)]):
-        least = min(least, point.tokens_per_second)
-        if point.plain_tokens_per_second is not None:
-            plain = min(plain, point.plain_tokens_per_second)
-            point = dataclasses.replace(point, plain_tokens_per_second=plain)
-        points[place] = dataclasses.replace(point, tokens_per_second=least)
-    return SpeedCurve(tuple(points))
-
-
-def _changes(ways: Iterable[WayToRun], first: WayToRun) -> Iterator[BudgetPoint]:
-    """Yield a point wherever the speed of the chosen plan, or of the best without drafting, changes."""
-    best: WayToRun | None = None
-    plain: WayToRun | None = None
-    last: BudgetPoint | None = None
-    for budget, fitting in itertools.groupby(ways, key=lambda way: way.bytes):
-        for way in fitting:
-            if best is None or way is first or (best is not first and way.worth > best.worth):
-                best = way
-            if way.configuration.draft_max == 0 and (plain is None or way.worth > plain.worth):
-                plain = way
-        assert best is not None, "there are ways in a group"
-        without = None if plain is None else plain.tokens_per_second
-        point = BudgetPoint(budget, best.configuration, best.tokens_per_second, without)
-        if last is None or _speeds(point) != _speeds(last):
-            last = point
-            yield point
-
-
-def _speeds(point: BudgetPoint) -> tuple[float, float | None]:
-    return point.tokens_per_second, point.plain_tokens_per_second
 
 
 # Name of the alternative without any concession.

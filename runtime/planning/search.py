@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -26,7 +27,7 @@ from edgeinfer.runtime.planning.candidates import (
 )
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import MemoryModel
-from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan, SpeedCurve, WayToRun, speed_curve
+from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, BudgetPoint, MemoryPlan, SpeedCurve
 from edgeinfer.runtime.planning.speed_model import Speed, SpeedModel
 from edgeinfer.runtime.system.machine import machine_memory
 
@@ -379,13 +380,43 @@ def _alternatives(
 
 
 def _curve(chosen: _Candidate, candidates: Sequence[_Candidate], choice: _Choice, speed: SpeedModel) -> SpeedCurve:
-    """Speed against budget, for the context that was chosen."""
-    ways = [
-        WayToRun(c, each.bytes, speed.speed(c).tokens_per_second, choice.worth(c))
-        for each in candidates
-        if (c := each.configuration).context == chosen.configuration.context
-    ]
-    return speed_curve(ways[0], ways[1:])
+    """Speed against budget, for the context that was chosen. What is promised of a budget is no more than what a larger
+    one gives."""
+    context = chosen.configuration.context
+    points = [*_changes([each for each in candidates if each.configuration.context == context], choice.worth, speed)]
+    least, plain = points[-1].tokens_per_second, points[-1].plain_tokens_per_second or math.inf
+    for place, point in reversed([*enumerate(points)]):
+        least = min(least, point.tokens_per_second)
+        if point.plain_tokens_per_second is not None:
+            plain = min(plain, point.plain_tokens_per_second)
+            point = dataclasses.replace(point, plain_tokens_per_second=plain)
+        points[place] = dataclasses.replace(point, tokens_per_second=least)
+    return SpeedCurve(tuple(points))
+
+
+def _changes(
+    ways: Sequence[_Candidate], worth: Callable[[Configuration], float], speed: SpeedModel
+) -> Iterator[BudgetPoint]:
+    """Yield a point wherever the speed of the chosen plan, or of the best without drafting, changes; every budget that
+    fits the first way, the one without concessions, gets that."""
+    best: Configuration | None = None
+    plain: Configuration | None = None
+    last: tuple[float, float | None] | None = None
+    for budget, fitting in itertools.groupby(sorted(ways, key=lambda way: way.bytes), key=lambda way: way.bytes):
+        for way in fitting:
+            c = way.configuration
+            if best is None or way is ways[0] or (best is not ways[0].configuration and worth(c) > worth(best)):
+                best = c
+            if c.draft_max == 0 and (plain is None or worth(c) > worth(plain)):
+                plain = c
+        assert best is not None, "there are ways in a group"
+        paces = (
+            speed.speed(best).tokens_per_second,
+            None if plain is None else speed.speed(plain).tokens_per_second,
+        )
+        if paces != last:
+            last = paces
+            yield BudgetPoint(budget, best, *paces)
 
 
 def _with(field: str, value: object) -> Callable[[Configuration], bool]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import StorageError
@@ -17,52 +15,6 @@ from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import DrafterUse
 from edgeinfer.runtime.profile.costs import DrafterRecord
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-
-# Tokens of a window: texts of their own seldom share so many in a row.
-_WINDOW = 16
-# Of long texts one window in so many is kept, chosen by what it holds, so that they are the same wherever it begins; of
-# texts of fewer than so many all are.
-_ONE_IN, _FEW = np.uint64(8), 32
-# Fingerprints that are kept, the latest: of some 30,000 tokens, in 32 KB.
-MOST_SEEN = 4096
-# Of the windows of a new text, what was seen at most: set phrases come again.
-_MOST_REPEATED = 0.125
-_POWERS = np.array([pow(0x9E3779B97F4A7C15, place, 1 << 64) for place in range(1, _WINDOW + 1)], np.uint64)
-_MIX = np.uint64(0xFF51AFD7ED558CCD)
-
-
-class SeenTexts:
-    """Remembers prompts and replies by fingerprints of them, which may be `kept` from an earlier session."""
-
-    def __init__(self, kept: NDArray[np.uint64] | None = None) -> None:
-        self.fingerprints = np.zeros(0, np.uint64) if kept is None else kept[-MOST_SEEN:].copy()
-
-    def observe(self, prompt: Sequence[int], reply: Sequence[int]) -> bool:
-        """Remembers a reply; whether it is new: its prompt was never answered, and hardly any of it was seen before,
-        in other replies or earlier in this one, which goes round in circles then."""
-        asked = np.frombuffer(hashlib.sha256(np.array(prompt, np.int64).tobytes()).digest()[:8], np.uint64)
-        windows = _windows([*prompt[-(_WINDOW - 1) :], *reply])
-        different = np.unique(windows)
-        chosen = different[different % _ONE_IN == 0]
-        looked_up = chosen if len(chosen) else different
-        least, known = 1 - _MOST_REPEATED, np.isin(looked_up, self.fingerprints)
-        repeats = len(different) < least * len(windows) or np.count_nonzero(~known) < least * len(looked_up)
-        is_new = not (repeats or np.isin(asked, self.fingerprints).any())
-        kept = chosen if len(windows) >= _FEW else different
-        self.fingerprints = np.concatenate([self.fingerprints[~np.isin(self.fingerprints, kept)], asked, kept])[
-            -MOST_SEEN:
-        ]
-        return is_new
-
-
-def _windows(tokens: Sequence[int]) -> NDArray[np.uint64]:  # (N,)
-    text = np.array(tokens, np.uint64)
-    if len(text) < _WINDOW:
-        return np.zeros(0, np.uint64)
-    hashes = ((sliding_window_view(text, _WINDOW) + np.uint64(1)) * _POWERS).sum(1, dtype=np.uint64) * _MIX
-    mixed: NDArray[np.uint64] = hashes ^ (hashes >> np.uint64(33))
-    return mixed
-
 
 # Name of its arrays in a profile.
 TUNED_DRAFTING = "tuning"
@@ -135,21 +87,18 @@ def _names(kept: NDArray[Any]) -> tuple[str, ...]:  # (N,)
 
 
 class DraftHistory:
-    """Counts what drafts came to over replies of new texts: rounds, and each drafter's tokens. A repeated text is
-    predicted by what drafters remember of it, which no new one is."""
+    """Counts what drafts came to over replies: rounds, and each drafter's tokens."""
 
     def __init__(self, kept: Mapping[str, NDArray[Any]] | None = None) -> None:
         self._rounds: NDArray[np.float64] = np.zeros(2)  # all of them, and those with a draft
         self._tokens: defaultdict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(2))  # drafted and accepted
-        self.fingerprints = SeenTexts()
         if kept is not None and _is_sound(kept):
-            self._rounds[:], self.fingerprints = kept["rounds"], SeenTexts(kept["seen"])
+            self._rounds[:] = kept["rounds"]
             self._tokens |= {name: tokens.copy() for name, tokens in _tokens(kept).items()}
 
-    def add(self, prompt: Sequence[int], reply: Sequence[int], rounds: int, plain: int, drafters: _Uses) -> None:
-        """Count a reply of a new text; `rounds` is 0 where other replies decided what was drafted, `plain` are without
-        a draft."""
-        if not self.fingerprints.observe(prompt, reply) or not rounds:
+    def add(self, rounds: int, plain: int, drafters: _Uses) -> None:
+        """Count a reply; `rounds` is 0 where other replies decided what was drafted, `plain` are without a draft."""
+        if not rounds:
             return
         share = min(1.0, _MOST_ROUNDS / rounds)
         faded = 0.5 ** (share * rounds / _HALF_LIFE)
@@ -162,7 +111,7 @@ class DraftHistory:
 
     def state(self) -> dict[str, NDArray[Any]]:
         tokens = {_TOKENS + name: tokens.copy() for name, tokens in self._tokens.items()}
-        return {"rounds": self._rounds.copy(), "seen": self.fingerprints.fingerprints} | tokens
+        return {"rounds": self._rounds.copy()} | tokens
 
 
 def drafter_records(kept: Mapping[str, NDArray[Any]] | None, drafters: Iterable[str]) -> dict[str, DrafterRecord]:
@@ -200,11 +149,10 @@ def _tokens(kept: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:  # of 
 
 
 def _is_sound(kept: Mapping[str, NDArray[Any]]) -> bool:
-    if not {"rounds", "seen"} <= kept.keys() or len(kept) != 2 + len(_tokens(kept)):
+    counts = _tokens(kept)
+    if "rounds" not in kept or len(kept) != 1 + len(counts) or not all(map(_NAME.fullmatch, counts)):
         return False
-    rounds, seen, counts = kept["rounds"], kept["seen"], _tokens(kept)
-    if seen.dtype != np.uint64 or seen.ndim != 1 or len(seen) > MOST_SEEN or not all(map(_NAME.fullmatch, counts)):
-        return False
+    rounds = kept["rounds"]
     pairs = (rounds, *counts.values())
     if any(pair.shape != (2,) or pair.dtype != np.float64 or not np.isfinite(pair).all() for pair in pairs):
         return False

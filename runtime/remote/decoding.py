@@ -347,8 +347,6 @@ class RoutedDecoding(RemoteDecoding):
 _CLIENT = "edgeinfer.runtime.remote.http"
 # Tokens of a draft at most.
 _MOST = 32
-# Servers that name themselves as owners of their models, and verify drafts.
-_VERIFYING = ("edgeinfer", "sglang", "vllm")
 
 
 class RemoteDeciding:
@@ -408,16 +406,8 @@ def _new_server(api: str, access: RemoteAccess) -> RemoteServer:
     # Here, as few programs need an HTTP client.
     from edgeinfer.runtime.remote.edgeinfer_server import EdgeInferServer
     from edgeinfer.runtime.remote.openai_server import OpenAIServer
-    from edgeinfer.runtime.remote.sglang import SGLangServer
-    from edgeinfer.runtime.remote.vllm import VLLMServer
 
-    servers: dict[str, Callable[[RemoteAccess], RemoteServer]] = {
-        "edgeinfer": EdgeInferServer,
-        "sglang": SGLangServer,
-        "vllm": VLLMServer,
-        "openai": OpenAIServer,
-    }
-    return servers[api](access)
+    return EdgeInferServer(access) if api == "edgeinfer" else OpenAIServer(access)
 
 
 def _find_api(access: RemoteAccess) -> str | None:
@@ -433,4 +423,4 @@ def _find_api(access: RemoteAccess) -> str | None:
         return "openai"
     finally:
         connection.close()
-    return owner if owner in _VERIFYING else "openai"
+    return owner if owner == "edgeinfer" else "openai"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
@@ -14,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import UsageError
-from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 
@@ -321,40 +319,6 @@ def first_accepted(scores: NDArray[np.float64], accepts: Accepts) -> int:  # (S,
             return index
     message = f"The checker refuses each of the {min(len(scores), _MOST_CHECKS)} tokens that the reply may go on with."
     raise UsageError(message, "Let it pass every beginning of a text that may still become right.")
-
-
-@dataclass(frozen=True)
-class WeighedDraw:
-    """A token, or None if none was accepted, and the logarithm of an estimate whose mean is the probability
-    accepted."""
-
-    index: int | None
-    log_weight: float
-
-
-def weighed_draw(
-    logprobs: NDArray[np.float64], scores: NDArray[np.float64], accepts: Accepts
-) -> WeighedDraw:  # (S,), (S,)
-    """Draws a token as `first_accepted` does, and estimates the probability that is accepted by one check more. The
-    recursive estimator of Lipkin et al. (2025, arXiv 2504.05410): a rejected token of probability q among those that
-    are left multiplies the estimate by 1 - q; of the accepted one the next token's verdict decides whether 1 or q."""
-    order, left, log_weight, checks = _ranked(scores), 1.0, 0.0, 0
-    following = next(order, None)
-    while following is not None and checks < _MOST_CHECKS:
-        index, following, checks = following, next(order, None), checks + 1
-        probability = math.exp(logprobs[index])
-        share = 1.0 if following is None or probability >= left else probability / left
-        if accepts(index):
-            if share == 1.0:
-                return WeighedDraw(index, log_weight)
-            assert following is not None, "it is not the last"
-            tail = 0.0 if accepts(following) else math.log(share)
-            return WeighedDraw(index, log_weight + tail)
-        if share == 1.0:
-            break
-        log_weight += math.log1p(-share)
-        left -= probability
-    return WeighedDraw(None, -math.inf)
 
 
 def _ranked(scores: NDArray[np.float64]) -> Iterator[int]:  # (S,)

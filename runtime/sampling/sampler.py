@@ -3,7 +3,6 @@ reply by its options, the counts of its tokens and its constraint, also behind a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,7 +17,6 @@ from edgeinfer.runtime.sampling.constraint import (
     ConstraintPlaces,
     TextCheck,
     first_accepted,
-    weighed_draw,
 )
 from edgeinfer.runtime.sampling.distributions import (
     GumbelNoise,
@@ -135,12 +133,6 @@ class LogitsProcessor:
         """Gumbel noise of tokens for one of several draws at a position; none of them is `sample`'s."""
         assert self._noise is not None, "greedy choices have none"
         return self._noise.of(ids, position + (stream + 1 << _FAR))
-
-    def keyed(self, probabilities: NDArray[np.float64], position: int) -> int:  # (V,)
-        """The token that the noise of `sample` draws at a position from another distribution."""
-        assert self._noise is not None, "greedy choices have none"
-        ids = np.flatnonzero(probabilities)
-        return int(ids[(np.log(probabilities[ids]) + self._noise.of(ids, position)).argmax()])
 
     def adjusted(self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None) -> Logits:  # (V,)
         """A copy of the logits with bias and penalties, and -inf for what may not follow."""
@@ -261,35 +253,9 @@ class Sampler:
             assert allowed is not None, "a constraint says what may follow"
             return self._processor.probabilities(logits, self._counts), allowed
 
-    def weighed_sample(
-        self, logits: Logits, position: int, path: Sequence[int], power: float, stream: int
-    ) -> tuple[int | None, float]:  # (V,)
-        """Draw a token behind the reply and `path` by probabilities to a power, of those that form and check accept.
-        Returns it, or None, and the logarithm of an estimate, exact without a check, of the sum of these powers."""
-        with self._along(path):
-            probabilities = self._processor.probabilities(logits, self._counts)
-            allowed = self._allowed()
-            ids = np.flatnonzero(probabilities) if allowed is None else allowed[probabilities[allowed] > 0]
-            if not len(ids):
-                return None, -math.inf
-            logs = power * np.log(probabilities[ids])
-            best = float(logs.max())
-            weights = np.exp(logs - best)
-            log_sum = math.log(float(weights.sum()))
-            if self._check is None:
-                return int(ids[self.sample_from(weights, position, stream)]), best + log_sum
-            accepts, noise = self._check.accepts, self._processor.noise(ids, position, stream)
-            logs -= best + log_sum
-            drawn = weighed_draw(logs, logs + noise, lambda index: accepts(int(ids[index])))
-            return None if drawn.index is None else int(ids[drawn.index]), best + log_sum + drawn.log_weight
-
     def sample_from(self, probabilities: Probabilities, position: int, stream: int) -> int:
         """A token from a distribution, by a draw that decides nothing else."""
         return draw_from(probabilities, uniform(self._processor.seed, position, _DRAFTS + _STEP * stream))
-
-    def sample_keyed(self, probabilities: Probabilities, position: int) -> int:  # (V,)
-        """The token that `sample` would draw at a position if this were its distribution."""
-        return self._processor.keyed(probabilities, position)
 
     def uniform(self, position: int, draw: int) -> float:
         """A number in [0, 1) of this position, independent for each draw and of all tokens drawn."""

@@ -18,7 +18,6 @@ from edgeinfer.runtime.search.strategy import Feeder
 @dataclass(eq=False)
 class Branch:
     cache: KVCache  # holds its rows
-    apart: bool = False  # it has nothing of the trunk
     tokens: list[int] = field(default_factory=list)  # behind the trunk
 
 
@@ -44,11 +43,9 @@ class Branches:
         """Rows that can still be fed to all of them, as if they lay in one cache."""
         return self._room - sum(len(branch.tokens) for branch in self._live)
 
-    def begin(self, *, apart: bool = False) -> Branch:
-        """Begin a branch of the trunk; or `apart`, a text that begins at position 0."""
-        if apart:
-            self._room, _ = self._feeder.parts.room(copied=self._trunk)
-        return self._add(Branch(self._forked(apart), apart))
+    def begin(self) -> Branch:
+        """Begin a branch of the trunk."""
+        return self._add(Branch(self._cache.fork()))
 
     def begin_trunk(self) -> Branch:
         """Begin the branch that goes on in the cache of the trunk itself; its rows stay there."""
@@ -56,7 +53,7 @@ class Branches:
 
     def fork(self, branch: Branch) -> Branch:
         """Begin a branch that goes on from where another is now, whose rows both have."""
-        return self._add(Branch(branch.cache.fork(), branch.apart, list(branch.tokens)))
+        return self._add(Branch(branch.cache.fork(), list(branch.tokens)))
 
     def drop(self, branch: Branch) -> None:
         self._live.remove(branch)
@@ -99,7 +96,7 @@ class Branches:
             try:
                 for branch in self._live:
                     if branch.cache is not self._cache:
-                        branch.cache = self._forked(branch.apart)
+                        branch.cache = self._cache.fork()
                 for branch in self._live:
                     yield from self._feed_tokens(branch)
                 return
@@ -110,12 +107,6 @@ class Branches:
         for start in range(0, len(branch.tokens), self._chunk):
             part = branch.tokens[start : start + self._chunk]
             yield Evaluate(self._backend, [(branch.cache, _next_rows(branch.cache.length, part, 0))])
-
-    def _forked(self, apart: bool) -> KVCache:
-        cache = self._cache.fork()
-        if apart:
-            cache.clear()
-        return cache
 
     def _add(self, branch: Branch) -> Branch:
         self._live.append(branch)

@@ -21,7 +21,6 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Pass, PreemptedError
 from edgeinfer.runtime.decoding import sequence as decoding
 from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
-from edgeinfer.runtime.layer_skip.strategy import SmallModel
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
@@ -44,9 +43,6 @@ class SearchParts:
     tokenizer: TokenizerLike
     continues: bool  # the reply goes on with the prompt's text, as `generation.TokenStream` has it
     spare_bytes: int | None = None  # that copies of rows may take; None is any
-    # Gives the tokens of the same chat with another last message of the user; None where there is no chat.
-    rephrased: Callable[[str], list[int]] | None = None
-    small: Callable[[], SmallModel] | None = None  # gives the draft model, or raises a UsageError where there is none
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
         """Make the sampler of one of several replies, with the seed that follows the reply's own by its index."""
@@ -56,13 +52,13 @@ class SearchParts:
         budget = self.config.thinking_budget
         return Sampler(processor, prompt, None if budget is None else ThinkingBudget(self.tokenizer, budget, prompt))
 
-    def room(self, copied: int = 0) -> tuple[int, str]:
+    def room(self) -> tuple[int, str]:
         """Rows that texts side by side may take behind the reply's, and the option that bounds them."""
         cache = self.sequence.cache
         free, row = cache.capacity - cache.length, self.sequence.backend.fork_bytes(cache, 1)
         if self.spare_bytes is None or row == 0:
             return free, "context"
-        spare = max(self.spare_bytes // row - copied, 0)
+        spare = self.spare_bytes // row
         return (free, "context") if free <= spare else (spare, "memory")
 
     def reply_text(self, prompt: Sequence[int]) -> ReplyText:
@@ -193,11 +189,8 @@ class SearchMethod(DeclaredMethod):
     # place for the options of sampling, else "either".
     draws: Literal["always", "never", "either"]
     branches: bool = True  # whether it looks at several continuations
-    rereads: bool = False  # whether it reads the text again, of which the cache then has to hold every row
     constrained: bool = False  # whether it follows a grammar or a list of choices
-    checked: bool = False  # whether it follows a checker
     thinks: bool = False  # whether a limit on thoughts holds in all that it looks at
-    shares: bool = True  # whether its passes can be shared with other replies
 
 
 def search_method(name: str) -> SearchMethod:
@@ -222,9 +215,9 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
         others = ", ".join(other.name for other in _product() if other.constrained)
         message = f"search={name!r} cannot follow a grammar, schema or list of choices."
         raise UsageError(message, f"Leave that out, or search by one of {others}.")
-    if parts.sampler.checked and not kind.checked:
+    if parts.sampler.checked:
         raise UsageError(f"search={name!r} cannot follow a checker.", "Leave one of them out.")
-    if (kind.branches or kind.rereads) and forgets:
+    if kind.branches and forgets:
         message = f"search={name!r} needs a context that forgets nothing."
         raise UsageError(message, "Load the model with " + Setting("overflow", "stop") + ".")
     if kind.branches and not parts.sequence.backend.can_fork(parts.sequence.cache):
@@ -268,12 +261,6 @@ def logprob(logits: Floats, token: int) -> float:  # (V,)
     """Natural log-probability of one token."""
     best = logits.max()
     return float(logits[token] - best) - math.log(float(np.exp(logits - best).sum(dtype=np.float64)))
-
-
-def entropy(probabilities: NDArray[np.float64]) -> float:  # (V,)
-    """Entropy of a distribution, in nats."""
-    likely = probabilities[probabilities > 0]
-    return float(-(likely * np.log(likely)).sum())
 
 
 def likeliest(row: NDArray[np.floating], count: int) -> Ints:  # (V,) -> (count,)

@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -186,13 +186,6 @@ class RoundTimings:
     asking: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     # What plain steps took besides their pass, one entry each.
     plain_overhead_ms: list[float] = dataclasses.field(default_factory=list)
-
-    def add_guesses(self, timed: Sequence[tuple[str, float]], reading: Sequence[tuple[str, float]]) -> None:
-        """Enter the times of one round's guesses and of reading before them, by drafter."""
-        for name in dict.fromkeys(name for name, _ in timed):
-            self.guesses.setdefault(name, []).append(fmean(ms for of, ms in timed if of == name))
-        for name, ms in reading:
-            self.reading.setdefault(name, []).append(ms)
 
 
 @dataclass(frozen=True)

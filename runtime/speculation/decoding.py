@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import NoReturn
 
 import numpy as np
@@ -34,8 +34,6 @@ from edgeinfer.runtime.speculation.drafters.contract import (
 from edgeinfer.runtime.speculation.selfcheck import near_edge
 from edgeinfer.runtime.speculation.verification.rule import VerificationRule
 
-# Nats below the likeliest token at which a token may not follow: forms and biases forbid it.
-_BANNED = 40.0
 # Plain steps between two entries in the statistics where there is no drafter to ask.
 _UNASKED = 64
 
@@ -121,18 +119,6 @@ class RoundView:
         """A uniform draw of the position `depth` tokens after the root's successor."""
         return self._sampler.uniform(self._position + depth, draw)
 
-    def state(self, node: int) -> Floats:  # (D,)
-        """The target's state in the row of a node."""
-        assert self._logits.hidden is not None, "rules that read states require a backend that gives them"
-        state: Floats = self._logits.hidden[node + 1]
-        return state
-
-    def may_follow(self, node: int) -> bool:
-        """Whether forms and biases leave the token of a node a chance behind its path."""
-        above = self._draft.parents[node]
-        logits = self._sampler.adjusted(self._logits.row(above + 1), self.path(above))
-        return float(logits[self._draft.guesses[node].token]) > float(logits.max()) - _BANNED
-
     def near_tie(self, node: int, noise: float) -> bool:
         """Whether the choice after a node would be another if each logit were off by at most `noise`."""
         if self._sampler.takes_likeliest:
@@ -173,8 +159,6 @@ class SpeculativeDecoding(Strategy):
         super().__init__(sequence, sampler)
         self.speculation: SpeculationUse = speculation or SpeculationUse("")
         self.timings = timings or RoundTimings()
-        # Prompt and reply, once it is over; no prompt where another strategy began it.
-        self.texts: tuple[Sequence[int], Sequence[int]] = ((), ())
         self._drafters = {drafter.name: drafter for drafter in drafters}
         self._controller, self._verification, self._noise = controller, verification, noise
         # Where rounding may have decided, choices are taken again with the other rows at hand.
@@ -187,7 +171,7 @@ class SpeculativeDecoding(Strategy):
         self._started = False  # drafters know the text
         self._unobserved = 0  # plain steps since then that drafters have not seen
         self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
-        self._other_ns = self._lost = self._begin = 0
+        self._other_ns = self._lost = 0
         # Of tokens drafted behind rows of this round whose logits are no longer in memory, by row and token.
         self._drafted_logprobs: dict[tuple[int, int], TokenLogprobs] = {}
         self._context = _over
@@ -199,7 +183,7 @@ class SpeculativeDecoding(Strategy):
         self._plain_hidden = None
         further, lost, forced = self._draw_further, lambda: self._lost, self._sampler.forced
         self._context = DraftContext(self._sequence.tokens, self._draw, forced, further, lost, self._chance)
-        self._started, self._begin = False, len(prompt)
+        self._started = False
         if self._controller.asks:
             self._start([*prompt, *tokens])
         return tokens
@@ -215,7 +199,9 @@ class SpeculativeDecoding(Strategy):
     def next(self, room: int, lost: int = 0) -> Passes[Sequence[int]]:
         """One round or one plain step: the tokens it committed, of which all but the last were fed then."""
         base, self._lost = self._cache.length, lost
-        assert base == self._context.root_row, "the cache holds all committed tokens but the root and what it lost"
+        assert base == len(self._context.tokens) - 1 - lost, (
+            "the cache holds all committed tokens but the root and what it lost"
+        )
         if self._plain_left == 0:
             self._count_plain_steps()
             self._plain_left = self._controller.rest if self._drafters else _UNASKED
@@ -409,7 +395,11 @@ class SpeculativeDecoding(Strategy):
             return
         asking_ms = max(0.0, draft_ms - self._controller.guessed_ms) + other_ms
         timings.asking.append((asking_ms, len(round.committed)))
-        timings.add_guesses(self._controller.timed_guesses, self._controller.timed_reading)
+        guesses = self._controller.timed_guesses
+        for name in dict.fromkeys(name for name, _ in guesses):
+            timings.guesses.setdefault(name, []).append(fmean(ms for of, ms in guesses if of == name))
+        for name, ms in self._controller.timed_reading:
+            timings.reading.setdefault(name, []).append(ms)
         # One whose last rows of logits were not needed would make passes of all sizes look cheaper than they are.
         if not passed.resumed and passed.complete:
             timings.passes.append((rows, (verified - passed.started) / 1e6 + head_ms))
@@ -424,7 +414,6 @@ class SpeculativeDecoding(Strategy):
 
     def finish(self) -> None:
         self._count_plain_steps()
-        self.texts = self._context.tokens[: self._begin], self._context.tokens[self._begin :]
         # It leads back here: what the reply was asked with would wait for a collection of cycles.
         self._context = _over
 

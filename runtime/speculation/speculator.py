@@ -117,7 +117,7 @@ class Speculator:
             drafters = drafting.of_sequence(drafters) if find_verification(config.verification).exact else []
         if not drafters:
             return Strategy(sequence, sampler)
-        verification = find_verification(config.verification, self.parts)
+        verification = find_verification(config.verification)
         costs, width, exact = self._costs.of(drafters), self._width(config, verification), self._costs.exact
         if not self._may_pay(config, drafters, costs):
             return Strategy(sequence, sampler)
@@ -293,7 +293,7 @@ class Speculator:
             self._live.discard(strategy)
             self._costs.learn(strategy.timings)
             done, alone = strategy.speculation, strategy.timings.alone
-            self._history.add(*strategy.texts, done.rounds * alone, done.choices.get("none", 0), done.per_drafter)
+            self._history.add(done.rounds * alone, done.choices.get("none", 0), done.per_drafter)
         if time.monotonic() - self._saved > _SAVE_S:
             self.save()
 

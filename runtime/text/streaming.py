@@ -291,14 +291,16 @@ class _BytePieces(_Pieces):
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
         self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}  # of the tokens so far
         # Replaces each maximal invalid subsequence by one character, as the library does.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return ""
-        return self._utf8.decode(token_bytes(token))
+        spelled = self._known.get(token_id)
+        if spelled is None:
+            token = self._tokenizer.id_to_token(token_id)
+            spelled = self._known[token_id] = b"" if token is None else token_bytes(token)
+        return self._utf8.decode(spelled)
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -16,7 +16,7 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse, PassWork
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, Pass, require
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Pass
 from edgeinfer.runtime.decoding.sequence import Sequence, Strategy, run_alone
 from edgeinfer.runtime.layer_skip.strategy import divergence
 from edgeinfer.runtime.sampling.distributions import Logits, token_logprobs
@@ -207,22 +207,6 @@ def _logit_chunks(sequence: Sequence, ids: NDArray[np.int64]) -> Iterator[Floats
 def _require_unused(sequence: Sequence, fed: int) -> None:
     if sequence.fed != fed:
         raise UsageError("The model was used for something else.", "Take all logits of a text before that.")
-
-
-def last_state(sequence: Sequence, tokens: abc.Sequence[int]) -> Floats:  # (D,)
-    """The hidden state after the last layer in the row of a text's last token; keeps what the cache shares with it."""
-    hint = "Use a natively exported bundle."
-    require(sequence.backend.capabilities.hidden, sequence.backend, "give hidden states", hint)
-    _require_room(sequence, len(tokens))
-    # All but the last are evaluated as a prompt is, which keeps what is there.
-    run_alone(sequence.prepare(tokens, len(tokens)))
-    place = np.array([len(tokens) - 1])
-    batch = Pass(np.array(tokens[-1:], np.int64), place, np.zeros(1, np.int64))
-    (output,) = sequence.backend.forward([(sequence.cache, batch)])
-    assert output.hidden is not None, "the backend says that it gives them"
-    state: Floats = output.hidden[0].copy()
-    sequence.cache.trim(len(tokens) - 1)
-    return state
 
 
 def score_tokens(sequence: Sequence, tokens: abc.Sequence[int]) -> TokenScores:

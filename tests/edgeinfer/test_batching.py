@@ -49,9 +49,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 7, "search": "samples", "samples": 3},
     {"search": "beam", "beams": 3, "beam_groups": 3},
     {"temperature": 0.8, "seed": 2, "search": "vote", "samples": 2},
-    {"temperature": 1.1, "seed": 4, "search": "cautious"},
-    {"search": "lookahead", "method_options": {"uncertainty": 0.5}},
-    {"search": "contrast", "method_options": {"lame_prompt": "A dog. The"}},
+    {"search": "momentum"},
 ]
 TOKENS = 24
 COMPANY = ("One day", "The cat saw")

@@ -198,10 +198,7 @@ def test_drafters_hold_no_more_than_planned(small_bundle: Path, tmp_path: Path, 
         small = model._parts.speculator.parts.model
         assert small is not None
         # The draft model has a term of its own.
-        held = sum(
-            d.nbytes() - (sum(small.nbytes().values()) if d.name in ("model", "rapid") else 0)
-            for d in drafters.values()
-        )
+        held = sum(d.nbytes() - (sum(small.nbytes().values()) if d.name == "model" else 0) for d in drafters.values())
         assert held <= model.plan.terms["drafting"]
 
 

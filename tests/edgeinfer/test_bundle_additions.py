@@ -112,10 +112,10 @@ BROKEN: dict[str, Callable[[dict[str, Any], bytes], bytes]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_damaged_file_is_refused_in_one_line(bundle: Bundle, name: str) -> None:
     """Also where whoever damaged it wrote its digest into the manifest."""
-    header, rest = header_of(random_heads(bundle, "judge").to_bytes())
-    broken = opening.add_file(bundle, "heads/judge.safetensors", BROKEN[name](header, rest))
+    header, rest = header_of(random_heads(bundle, "routers").to_bytes())
+    broken = opening.add_file(bundle, "heads/routers.safetensors", BROKEN[name](header, rest))
     with pytest.raises(BundleError) as caught:
-        read_heads(broken, "judge")
+        read_heads(broken, "routers")
     assert "\n" not in caught.value.message and caught.value.hint
 
 
@@ -163,7 +163,7 @@ def test_a_part_of_a_bundle_is_not_changed_alone(bundle: Bundle) -> None:
     """The outer bundle has its digests."""
     shutil.copytree(bundle.path, bundle.path / "drafter")
     with pytest.raises(UsageError, match="part of the bundle"):
-        add_heads(bundle.path / "drafter", random_heads(bundle, "judge"))
+        add_heads(bundle.path / "drafter", random_heads(bundle, "routers"))
     assert not (bundle.path / "drafter" / "heads").exists()
 
 

@@ -28,7 +28,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "exit": {"compute": "exit", "exit_confidence": 0.02},
     "below": {"compute": "exit", "exit_confidence": 0.02, "skip_cache": "below"},
     "entropy": {"compute": "entropy", "compute_share": 0.4},
-    "random": {"compute": "random", "compute_share": 0.4},
 }
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
 IDS = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]

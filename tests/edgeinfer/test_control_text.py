@@ -98,31 +98,6 @@ def test_texts_that_are_measured_are_read_as_they_are(tales: edgeinfer.Model, tm
     assert not controls(text.tolist())
 
 
-def contrasted(lame: str) -> dict[str, Any]:
-    """Options of a reply that steers away from a worse prompt at every token."""
-    own = {"uncertainty": 0.0, "contrast_strength": 3.0, "lame_prompt": lame}
-    return {"search": "contrast", "max_tokens": 12, "method_options": own}
-
-
-def test_worse_prompts_follow_the_option(tales: edgeinfer.Model) -> None:
-    lame = "<|user|>Tell a story.<|end|><|assistant|>"
-    prompt = tales.tokenize("<|user|>Tell a story about a dog.<|end|><|assistant|>")
-    texts = {p: tales.generate(prompt, parse_special=p, **contrasted(lame)).text for p in (None, True, False)}
-    assert texts[None] == texts[True] != texts[False]
-
-
-def test_a_worse_prompt_of_a_chat_is_its_last_message(tales: edgeinfer.Model) -> None:
-    """Which the chat template writes as it does the user's own."""
-    asked, worse = "Tell a story about a dog.", "Tell a story."
-    prompt, lame = (f"<|user|>{text}<|end|><|assistant|>" for text in (asked, worse))
-    messages = [{"role": "user", "content": asked}]
-    assert tales.tokenize_chat(messages) == tales.tokenize(prompt)
-    found = tales.stream_chat(messages, **contrasted(worse)).complete()
-    assert found.text == tales.generate(tales.tokenize(prompt), **contrasted(lame)).text
-    bare = tales.generate(tales.tokenize(prompt), **contrasted(worse)).text
-    assert found.text != bare
-
-
 @each_row(
     ("stops", "text", "found"),
     [

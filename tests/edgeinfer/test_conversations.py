@@ -397,4 +397,4 @@ def test_without_a_policy_a_long_text_is_refused() -> None:
 def test_a_policy_that_cannot_work_says_so(tmp_path: Path) -> None:
     bundle = random_bundle(tmp_path)
     with pytest.raises(UsageError, match="at least 32 tokens"):
-        edgeinfer.load(bundle, context=16, overflow="merge", threads=1, remember=False)
+        edgeinfer.load(bundle, context=16, overflow="cluster", threads=1, remember=False)

@@ -164,14 +164,12 @@ def test_together_they_stay_numbers(model: edgeinfer.Model) -> None:
             for temperature in (ends["temperature"], 5e-324, 1.0):
                 options = ends | {"temperature": temperature, "logit_bias": {5: bias, 6: bias}, "max_tokens": 12}
                 assert reply(model, options | {"logprobs": 20, "top_p": 5e-324, "seed": 2**64 - 1})
-                own = {"lame_prompt": "A", "contrast_strength": 100}
-                assert reply(model, options | {"search": "contrast", "method_options": own})
 
 
 SOUND: tuple[Any, ...] = (
     *(
         LoadOptions(),
-        LoadOptions(memory=600_000_000, context=64, kv="int8", overflow="merge"),
+        LoadOptions(memory=600_000_000, context=64, kv="int8", overflow="cluster"),
         Cache(prefix_cache="5MB"),
     ),
     *(ReplyOptions(), ReplyOptions(temperature=0.7, top_p=0.9, max_tokens=8, seed=1), Sampling(temperature=1)),

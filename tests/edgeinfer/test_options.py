@@ -25,7 +25,7 @@ from tests.tools import option_types
 
 # Flags with a name of their own: they turn something off, or give one of several.
 FLAGS = {"exact": "--no-exact", "remember": "--no-remember", "calibration": "--no-calibration", "choices": "--choice"}
-FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora", "method_options": "--method-option"}
+FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora"}
 
 
 def test_types_for_editors_are_made_from_the_declarations() -> None:
@@ -101,7 +101,7 @@ WRONG: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: LoadOptions.of(temperature=1), "'temperature'", "generate()"),
     (lambda: LoadOptions.of(cache={"kw": "int8"}), "Unknown option of Cache 'kw'", "Known options: kv,"),
     (lambda: LoadOptions.of(cache="int8"), "'int8' cannot be used as Cache", "a mapping"),
-    (lambda: LoadOptions.of(speculation={"verification": "typical"}), "'verification'", "generate()"),
+    (lambda: LoadOptions.of(speculation={"verification": "rejection"}), "'verification'", "generate()"),
     (lambda: LoadOptions.of(device="cudaa"), "'cudaa'", "Did you mean 'cuda'?"),
     (lambda: ReplyOptions.of(temprature=1), "'temprature'", "Did you mean 'temperature'?"),
     (lambda: ReplyOptions.of(threads=1), "'threads'", "edgeinfer.load()"),

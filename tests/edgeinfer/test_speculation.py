@@ -245,22 +245,19 @@ def test_replies_without_rounds(tales: edgeinfer.Model) -> None:
 
 
 @needs_builtin
-@pytest.mark.parametrize("verification", ["rejection", "typical"])
 @pytest.mark.parametrize("who", ["auto", "model", "exit", "copy,ngram,recycle"])
-def test_other_verifications(tales: edgeinfer.Model, who: str, verification: str) -> None:
-    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "speculation": who, "verification": verification}
+def test_rejection(tales: edgeinfer.Model, who: str) -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "speculation": who, "verification": "rejection"}
     for width in (1, 2):
         for way in ("greedy", "sampled", "penalties"):
             result = tales.generate(PROMPT, draft_width=width, **options, **WAYS[way])
             found = result.speculation
             check_figures(found)
             assert found.accepted + found.rounds == len(result.token_ids) - 1 == 29
-            assert (found.verification, found.lossless) == (verification, verification != "typical")
-            assert found.exact is False
+            assert (found.verification, found.lossless, found.exact) == ("rejection", True, False)
         # A law of one token leaves nothing to chance.
-        if verification != "typical":
-            expected = plain(tales, max_tokens=30, ignore_eos=True).token_ids
-            assert tales.generate(PROMPT, draft_width=width, **options).token_ids == expected
+        expected = plain(tales, max_tokens=30, ignore_eos=True).token_ids
+        assert tales.generate(PROMPT, draft_width=width, **options).token_ids == expected
 
 
 CHOICES = ("yes", "yes, of course it is", "no", "It is a very good dog.", "It is a very bad dog.")

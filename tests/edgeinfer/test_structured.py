@@ -18,7 +18,6 @@ from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import read_reply
 from edgeinfer.runtime.sampling import grammar_trial
 from tests.speculation import BUILTIN, PROMPT, load_eager, needs_builtin, plain, same
-from tests.tables import each_row
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -103,9 +102,8 @@ def test_text_is_that_of_plain_decoding(tales: edgeinfer.Model, form: str, who: 
 
 
 @needs_builtin
-@each_row("verification", ["rejection", "typical"])
-def test_other_verifications_keep_to_the_grammar(tales: edgeinfer.Model, verification: str) -> None:
-    options: dict[str, Any] = {"max_tokens": 80, "temperature": 1.0, "draft_width": 3, "verification": verification}
+def test_rejection_keeps_to_the_grammar(tales: edgeinfer.Model) -> None:
+    options: dict[str, Any] = {"max_tokens": 80, "temperature": 1.0, "draft_width": 3, "verification": "rejection"}
     drafted = 0
     for form in ("schema", "regex", "grammar"):
         for seed in range(3):

@@ -10,7 +10,7 @@ from tests.tools.trace_token import trace_reply, trace_request
 pytestmark = [pytest.mark.slow, needs_builtin]
 
 
-@pytest.mark.parametrize(("speculation", "files", "classes"), [("off", 11, 17), ("ngram", 22, 33)])
+@pytest.mark.parametrize(("speculation", "files", "classes"), [("off", 10, 15), ("ngram", 17, 25)])
 def test_a_token_passes_few_files(speculation: str, files: int, classes: int) -> None:
     trace = trace_reply(speculation, 150)
     assert len(trace.usual(trace.files)) <= files, trace.usual(trace.files)

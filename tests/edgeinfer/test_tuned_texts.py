@@ -189,9 +189,9 @@ def test_the_best_beats_the_window_on_every_kind() -> None:
         return CacheLoss(policy, context, *(Foreseen(10, each, 0.5) for each in perplexities))
 
     whole = lost("stop", 100, (2, 2, 2))
-    losses = [lost("window", 50, (4, 4, 4)), lost("merge", 50, (3, 3, 5)), lost("cluster", 50, (3, 3, 4.1))]
+    losses = [lost("window", 50, (4, 4, 4)), lost("other", 50, (3, 3, 5)), lost("cluster", 50, (3, 3, 4.1))]
     assert cache_policies._best(whole, losses, 100).policy == "window"
-    losses += [lost("window", 25, (8, 8, 8)), lost("merge", 25, (2, 2, 7)), lost("cluster", 25, (4, 4, 4))]
+    losses += [lost("window", 25, (8, 8, 8)), lost("other", 25, (2, 2, 7)), lost("cluster", 25, (4, 4, 4))]
     assert cache_policies._best(whole, losses, 100).policy == "cluster"
     assert cache_policies._best(whole, losses[:3:2], 100).policy == "window"
 

@@ -286,8 +286,6 @@ def test_a_session_continues(bundle: Bundle, tmp_path: Path) -> None:
 SEARCHES: tuple[dict[str, Any], ...] = (
     {"search": "samples", "temperature": 0.8, "seed": 3},
     {"search": "beam", "temperature": 0},
-    {"search": "lookahead", "temperature": 0},
-    {"search": "contrast", "temperature": 0, "method_options": {"lame_prompt": "A dog"}},
 )
 
 
@@ -388,7 +386,7 @@ def test_a_layer_whose_cache_is_read_attends_with_its_readers(bundle: Bundle) ->
 
 @pytest.mark.parametrize("bundle", ["Gemma4"], indirect=True)
 def test_what_shared_caches_cannot_do_is_refused_by_name(bundle: Bundle, tmp_path: Path) -> None:
-    for overflow in ("window", "merge"):
+    for overflow in ("window", "cluster"):
         with pytest.raises(UsageError, match="full_heads"):
             edgeinfer.load(bundle.path, context=128, overflow=overflow)
     with pytest.raises(UsageError, match="not a plain Llama"):
@@ -414,9 +412,8 @@ def test_latent_attention_caches_little_and_refuses_by_name(bundle: Bundle, tmp_
     with edgeinfer.load(bundle.path, context=64, threads=1, overflow="window") as model:
         reply = model.generate(PROMPT, max_tokens=96, temperature=0, speculation="off")
     assert len(reply.token_ids) == 96 or reply.finish_reason == "stop"
-    for overflow in ("cluster", "merge"):
-        with pytest.raises(UsageError, match="latent attention"):
-            edgeinfer.load(bundle.path, context=128, overflow=overflow)
+    with pytest.raises(UsageError, match="latent attention"):
+        edgeinfer.load(bundle.path, context=128, overflow="cluster")
     with pytest.raises(BundleError, match="no graph for the portable layout"):
         edgeinfer.load(bundle.path, context=128, native=False)
     with pytest.raises(UnsupportedArchitectureError, match="Portable bundles of a decoder with latent attention"):

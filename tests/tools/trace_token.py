@@ -22,8 +22,10 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import edgeinfer
+from edgeinfer.runtime.planning import ledger
 
 # The function of a round; pieces without it took a plain step.
 DRAFTED = ".guesses"
@@ -83,7 +85,9 @@ def trace_reply(speculation: str = "off", tokens: int = 300, prompt: str = PROMP
         RuntimeError: no drafter drafted.
     """
     trace = Trace()
-    with edgeinfer.load(speculation=speculation, remember=False) as model:
+    load = edgeinfer.load(speculation=speculation, remember=False)
+    # Pieces that are followed take long: the look at the budget goes by the clock, and would come in each.
+    with load as model, patch.object(ledger, "LOOK_S", 60.0):
         # Passes of each size are set up when they first run.
         model.generate(prompt, max_tokens=tokens, speculation=speculation, ignore_eos=True)
         with model.stream(prompt, max_tokens=tokens, speculation=speculation, ignore_eos=True) as stream:

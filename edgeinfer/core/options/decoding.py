@@ -50,8 +50,8 @@ search_option = partial(
     "off",
     "samples, several replies at once; first-finish, the first of several to end; best-of, the likeliest of several; "
     "vote, the most common answer of several; momentum, less repetition; extract, the likeliest span of a passage; "
-    "aligned, replies of a form as likely as the model finds them; beam, beam search; anchored, replies that stay near "
-    "the draft model's distribution; all but samples are lossy (edgeinfer methods lists more; default: off)",
+    "aligned, replies of a form as likely as the model finds them; beam, beam search; all but samples "
+    "are lossy (edgeinfer methods lists more; default: off)",
     metavar="METHOD",
     flag="--search",
 )
@@ -125,8 +125,7 @@ class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """Options of the methods of search. Ranges keep lengths to the power of the largest penalty, and logits moved by
-    the largest contrast, numbers."""
+    """Options of the methods of search. Ranges keep lengths to the power of the largest penalty numbers."""
 
     # Number i is drawn by seed + i.
     samples: int = _search(
@@ -160,22 +159,6 @@ class SearchSettings:
     candidates: int | None = _search(None, "number of candidate tokens for momentum (default: 5)", 2, MOST_BRANCHES)
     passage: str | None = _search(
         None, "text of which extract finds the likeliest span", goes_with=("search", "extract"), metavar="FILE"
-    )
-    # The authors' defaults, of prompts and replies in tokens.
-    anchor_budget: float = _search(
-        0.15,
-        "nats by which each token of anchored adds to how far the reply may diverge from the draft model "
-        "(default: 0.15)",
-        0,
-        1000,
-        "NATS",
-    )
-    anchor_debt: int = _search(
-        5,
-        "number of the prompt's tokens, those that the model finds likelier than the draft model by most, whose mean "
-        "log-ratio anchored takes from the budget; 0 takes none (default: 5)",
-        0,
-        1024,
     )
     # Longer runs are never repeated.
     resistance: tuple[float, ...] = _search(

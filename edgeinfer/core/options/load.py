@@ -43,10 +43,8 @@ KvType = Literal["float32", "int8", "int4", "float16", "q8_0", "q4_0"]
 ONNX_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "int8", "int4")
 KV_TYPES: tuple[str, ...] = get_args(KvType)
 # What happens when a conversation outgrows the context (runtime/kv_cache/context_shift). All but "stop" are lossy.
-OverflowPolicy = Literal["stop", "window", "merge", "cluster", "auto"]
+OverflowPolicy = Literal["stop", "window", "cluster", "auto"]
 OVERFLOWS: tuple[str, ...] = get_args(OverflowPolicy)
-# Of them, those that let a row stand for several tokens.
-MERGING = ("merge", "cluster")
 # Where the weights are while a model runs: packed into memory, mapped from a file, mapped but for experts that wait to
 # be chosen, or dropped behind each pass.
 WeightsMode = Literal["packed", "mapped", "experts", "streamed"]
@@ -65,7 +63,7 @@ AUTO = "auto"
 # Every pass looks at what all adapters change.
 _MOST_ADAPTERS = 64
 RemoteLoss = Literal["stop", "local"]
-RemoteApi = Literal["edgeinfer", "sglang", "vllm", "openai"]
+RemoteApi = Literal["edgeinfer", "openai"]
 # Options of a reply that choose its tokens, as both sides of /v1/verify have them. The device cuts stop strings and
 # counts tokens itself; `logit_bias` is written in another form.
 VERIFIED_OPTIONS = (
@@ -106,7 +104,7 @@ class CacheOptions:
     )
     overflow: OverflowPolicy = _resources(
         "stop",
-        "what to do when a conversation outgrows the context: stop; or drop (window) or merge (merge, cluster) older "
+        "what to do when a conversation outgrows the context: stop; or drop (window) or merge (cluster) older "
         "tokens, which is lossy; auto takes what edgeinfer tune --cache found (default: stop)",
         choices=OVERFLOWS,
     )
@@ -293,8 +291,8 @@ class LoadOptions(CacheOptions, LoadDrafting, FlatOptions):
     )
     remote_api: RemoteApi | None = _remote(
         None,
-        "what the server speaks: edgeinfer, sglang or vllm, which verify drafts, or openai, which any server with "
-        "/v1/completions speaks and which streams alone (default: as its list of models says)",
+        "what the server speaks: edgeinfer, which verifies drafts, or openai, which any server with /v1/completions "
+        "speaks and which streams alone (default: as its list of models says)",
         choices=get_args(RemoteApi),
     )
     remote_model: str | None = _remote(

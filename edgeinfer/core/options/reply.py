@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 from edgeinfer.core.errors import Setting, UsageError
-from edgeinfer.core.methods import DeclaredMethod, check_method_options, find_method
 from edgeinfer.core.options import (
     LARGEST_COUNT,
     LARGEST_SIZE,
@@ -37,7 +36,6 @@ from edgeinfer.core.options.decoding import (
     check_search,
     check_verification,
     compute_option,
-    drafters_in,
     search_option,
     speculation_option,
 )
@@ -254,14 +252,6 @@ class ReplyOptions(SamplingOptions, SearchSettings, ComputeSettings, ReplyDrafti
     search: str = search_option()
     compute: str = compute_option()
     speculation: str = speculation_option()
-    method_options: Mapping[str, Any] = option(
-        factory=dict,
-        help="an option of a chosen method, such as lame_prompt=Hi for --search contrast; can be repeated (edgeinfer "
-        "methods lists them)",
-        flag="--method-option",
-        metavar="NAME=VALUE",
-        group="methods",
-    )
     adapter: str | None = option(
         None, "name of the adapter to use, of those that --lora names (default: none)", metavar="NAME", group="model"
     )
@@ -312,21 +302,9 @@ class ReplyOptions(SamplingOptions, SearchSettings, ComputeSettings, ReplyDrafti
         check_search(self.search, self)
         require(isinstance(self.steering, str | None), "steering", self.steering, "names of vectors with their scales")
         steering_in(self.steering)
-        given = self.method_options
-        require(isinstance(given, Mapping), "method_options", given, "a mapping of names to values")
-        object.__setattr__(self, "method_options", check_method_options(given, self._methods()) if given else {})
         modes = [name for name, usual in (("compute", "full"), ("search", "off")) if getattr(self, name) != usual]
         modes += ["speculation"] if modes and self.speculation not in ("auto", "off") else []
         require_alone(modes)
-
-    def _methods(self) -> Iterator[DeclaredMethod]:
-        if self.search != "off":
-            yield find_method("searches", self.search)
-        if self.compute != "full":
-            yield find_method("compute", self.compute)
-        yield find_method("verifiers", self.verification)
-        if self.speculation != "auto":
-            yield from (find_method("drafters", name) for name in drafters_in(self.speculation))
 
     def _check_form(self) -> None:
         require(self.checker is None or callable(self.checker), "checker", self.checker, "a function")

@@ -83,12 +83,6 @@ class _Search(TypedDict, total=False):
     """Number of candidate tokens for momentum (default: 5)."""
     passage: str | None
     """Text of which extract finds the likeliest span."""
-    anchor_budget: float | None
-    """Nats by which each token of anchored adds to how far the reply may diverge from the draft model (default:
-    0.15)."""
-    anchor_debt: int | None
-    """Number of the prompt's tokens, those that the model finds likelier than the draft model by most, whose mean log-
-    ratio anchored takes from the budget; 0 takes none (default: 5)."""
     resistance: Sequence[float] | None
     """Momentum's penalties for repeating 1, 2, ... tokens, comma-separated (default: 0,0,0,5)."""
     resistance_weight: float | None
@@ -101,8 +95,8 @@ class SearchDict(_Search, total=False):
     method: str | None
     """Samples, several replies at once; first-finish, the first of several to end; best-of, the likeliest of several;
     vote, the most common answer of several; momentum, less repetition; extract, the likeliest span of a passage;
-    aligned, replies of a form as likely as the model finds them; beam, beam search; anchored, replies that stay near
-    the draft model's distribution; all but samples are lossy (edgeinfer methods lists more; default: off)."""
+    aligned, replies of a form as likely as the model finds them; beam, beam search; all but samples are lossy
+    (edgeinfer methods lists more; default: off)."""
 
 
 class _Compute(TypedDict, total=False):
@@ -169,8 +163,8 @@ class CacheDict(TypedDict, total=False):
     """KV cache data type: float32, float16, int8 or int4, for GGUF models float32, float16, q8_0 or q4_0; 8 and 4 bits
     are lossy (default: floats, or 8 bits if memory is short)."""
     overflow: OverflowPolicy | None
-    """What to do when a conversation outgrows the context: stop; or drop (window) or merge (merge, cluster) older
-    tokens, which is lossy; auto takes what edgeinfer tune --cache found (default: stop)."""
+    """What to do when a conversation outgrows the context: stop; or drop (window) or merge (cluster) older tokens,
+    which is lossy; auto takes what edgeinfer tune --cache found (default: stop)."""
     prefix_cache: int | str | None
     """Memory for the KV caches of other conversations, such as 50MB (default: none)."""
 
@@ -213,8 +207,8 @@ class RequestDict(_Sampling, _Search, _Compute, _ReplyDrafting, total=False):
     search: SearchOption | None
     """Samples, several replies at once; first-finish, the first of several to end; best-of, the likeliest of several;
     vote, the most common answer of several; momentum, less repetition; extract, the likeliest span of a passage;
-    aligned, replies of a form as likely as the model finds them; beam, beam search; anchored, replies that stay near
-    the draft model's distribution; all but samples are lossy (edgeinfer methods lists more; default: off)."""
+    aligned, replies of a form as likely as the model finds them; beam, beam search; all but samples are lossy
+    (edgeinfer methods lists more; default: off)."""
     compute: ComputeOption | None
     """How much of the model each token uses: full, all of it; entropy, the draft model writes the easy parts;
     calibrated, some layers are skipped; exit, a pass ends early once the first layers are sure of the token (edgeinfer
@@ -222,9 +216,6 @@ class RequestDict(_Sampling, _Search, _Compute, _ReplyDrafting, total=False):
     speculation: SpeculationOption | None
     """Speculative decoding: auto uses it where it is faster; off; or drafters, such as copy,recycle (edgeinfer methods
     lists them; default: auto)."""
-    method_options: Mapping[str, Any] | None
-    """An option of a chosen method, such as lame_prompt=Hi for --search contrast; can be repeated (edgeinfer methods
-    lists them)."""
     adapter: str | None
     """Name of the adapter to use, of those that --lora names (default: none)."""
     steering: str | None
@@ -304,8 +295,8 @@ class LoadDictButContext(CacheDict, _LoadDrafting, total=False):
     """URL of a server whose model decides the text while the local one drafts; prompts and replies leave this machine,
     and the server's API key is read from EDGEINFER_REMOTE_KEY (default: none)."""
     remote_api: RemoteApi | None
-    """What the server speaks: edgeinfer, sglang or vllm, which verify drafts, or openai, which any server with
-    /v1/completions speaks and which streams alone (default: as its list of models says)."""
+    """What the server speaks: edgeinfer, which verifies drafts, or openai, which any server with /v1/completions speaks
+    and which streams alone (default: as its list of models says)."""
     remote_model: str | None
     """Name of the server's model to ask for (default: the first that it lists)."""
     remote_key: str | None

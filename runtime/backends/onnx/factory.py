@@ -11,7 +11,7 @@ from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import CapabilityError
-from edgeinfer.core.options.load import MERGING, LoadOptions
+from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.runtime.backends.contract import Backend, runs_apart
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts, thread_count
 from edgeinfer.runtime.backends.onnx.memory import memory_of
@@ -114,7 +114,7 @@ def _graph_backend(order: BackendOrder) -> GraphBackend:
         from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
         from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 
-        weighed = config.overflow in MERGING
+        weighed = config.overflow == "cluster"  # whose rows stand for several tokens
         layout = PageLayout.of(bundle.manifest.geometry, plan.kv, weighed=weighed)
         return PagedBackend(
             bundle,

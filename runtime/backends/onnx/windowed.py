@@ -171,7 +171,7 @@ class LayerWindows(ABC):
                 used = _merged(used, output.experts)
                 window.after(output)
                 hidden = output.hidden
-        return replace(output, experts=used, tapped=None)
+        return output._replace(experts=used, tapped=None)
 
 
 def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, k) each

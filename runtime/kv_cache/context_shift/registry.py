@@ -10,7 +10,6 @@ from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend, KVCache
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterPolicy
-from edgeinfer.runtime.kv_cache.context_shift.merge import MergePolicy
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
 
@@ -23,19 +22,17 @@ _STOP = "Use " + Setting("overflow", "stop")
 
 @dataclass(frozen=True)
 class _Kind:
-    """A policy's class, memory and needs: layers that can be run one by one, full attention."""
+    """A policy's class and memory, and whether it reorders rows, which takes full attention."""
 
-    make: Callable[[Bundle, DecoderSpec, Backend, KVCache], ContextShiftPolicy]
+    make: Callable[[DecoderSpec, KVCache], ContextShiftPolicy]
     planned_bytes: Callable[[DecoderSpec, int], int]
-    observes: bool
     reorders: bool
 
 
 # All but "stop", which makes no room: a text then ends where the context does.
 POLICIES: dict[str, _Kind] = {
-    "window": _Kind(lambda b, spec, n, cache: WindowPolicy(spec, cache), WindowPolicy.planned_bytes, False, False),
-    "merge": _Kind(lambda bundle, s, *on: MergePolicy(bundle, *on), MergePolicy.planned_bytes, True, True),
-    "cluster": _Kind(lambda b, spec, n, cache: ClusterPolicy(spec, cache), ClusterPolicy.planned_bytes, False, True),
+    "window": _Kind(WindowPolicy, WindowPolicy.planned_bytes, False),
+    "cluster": _Kind(ClusterPolicy, ClusterPolicy.planned_bytes, True),
 }
 
 
@@ -53,12 +50,9 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend, cache: KVCac
     if spec.latent is not None and kind.reorders:
         message = f"{bundle.path} has latent attention, whose rows overflow {name!r} does not know."
         raise UsageError(message, _STOP + ", or window.")
-    later = uncommon_fields(spec)
-    unknown = [name for name in _NEVER if name in later]
-    odd = unknown or (later if kind.observes else ())
-    if odd:
+    if odd := [part for part in uncommon_fields(spec) if part in _NEVER]:
         message = f"{bundle.path} has {odd[0]}={getattr(spec, odd[0])!r}, which overflow {name!r} does not know."
-        raise UsageError(message, _STOP + (", or window." if kind.observes and not unknown else "."))
+        raise UsageError(message, _STOP + ".")
     if cache.capacity < _LEAST_CONTEXT:
         message = f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {cache.capacity}."
         raise UsageError(message, _STOP + ", or a larger " + Setting("context") + ".")
@@ -69,11 +63,7 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend, cache: KVCac
         # Rows that are left stand closer together, so a layer's window would reach tokens that it must not see.
         message = f"Layers of {bundle.path} attend to the last {spec.window_size} tokens, which {name!r} would mix up."
         raise UsageError(message, _STOP + ", or window.")
-    can = backend.capabilities
-    if kind.observes and not (can.layer_skip and can.hidden):
-        message = f"The {backend.name} backend cannot run single layers, by which {name!r} observes attention."
-        raise UsageError(message, _STOP + ", window or cluster.")
-    return kind.make(bundle, spec, backend, cache)
+    return kind.make(spec, cache)
 
 
 def planned_bytes(name: str, spec: DecoderSpec | None, capacity: int) -> int:

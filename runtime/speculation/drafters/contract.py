@@ -5,8 +5,7 @@ branches. The target's pass feeds the root and then the draft's nodes, so node i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,15 +65,14 @@ class DraftContext:
         return len(self.tokens) - 1 - self.lost()
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(NamedTuple):
     token: int  # its id
     sign: int  # the evidence behind it, in [0, drafter.signs): acceptance is learnt for each sign apart
     # What it was drawn from, for verification by ratio; None is deterministic.
     probabilities: Probabilities | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Draft:
     """Tokens that one pass of the target will verify."""
 
@@ -92,7 +90,7 @@ class Draft:
         """The nodes' tokens."""
         return [guess.token for guess in self.guesses]
 
-    @cached_property
+    @property
     def is_chain(self) -> bool:
         """Whether every node is the child of the one before it."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
@@ -127,8 +125,7 @@ class Draft:
         return [self.guesses[node].token for node in self.branch(node)]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     accepted: tuple[int, ...]  # nodes on the accepted path, from the root down
     token: int  # chosen after the last of them: the recovered token where a proposal was rejected, else the bonus
     bonus: bool  # whether the path ended at a node (or root) that had no child to reject
@@ -173,12 +170,6 @@ class TargetView(Protocol):
     def uniform(self, depth: int, draw: int) -> float:
         """A number in [0, 1) for choosing at this depth (`Draft.depth`: 0 for what follows the root). Independent for
         each draw, of the draw behind `token` and of drafters' draws."""
-
-    def state(self, node: int) -> Floats:  # (D,)
-        """The target's state after the last layer in the row of this node."""
-
-    def may_follow(self, node: int) -> bool:
-        """Whether forms and biases leave the token of this node, never the root, a chance behind its path."""
 
 
 # What decides about a draft: yields each node before it looks at the logits behind it, and gives the verdict.

@@ -325,5 +325,5 @@ def test_methods_are_listed_with_their_options(capsys: pytest.CaptureFixture[str
     for kind in KINDS:
         assert tuple(method["name"] for method in listed[kind]) == all_methods(kind)
         assert all(f"{method['name']} " in text and method["help"] in text for method in listed[kind])
-    (lookahead,) = (method for method in listed["searches"] if method["name"] == "lookahead")
-    assert lookahead["research"] and lookahead["options"]["look_ahead"]["default"] == 5
+    (medusa,) = (method for method in listed["drafters"] if method["name"] == "medusa")
+    assert medusa["research"] and not listed["drafters"][0]["research"]

@@ -84,10 +84,10 @@ def test_json_tells_who_drafted(capsys: Capture) -> None:
     )
     assert set(model["per_drafter"]) <= {"copy", "model"}
     assert run_json(capsys, "-n", "20", "--no-exact", "--speculation", "copy")["exact"] is None
-    typical = run_json(
-        capsys, "-n", "20", "--speculation", "copy", "--verification", "typical", "--temperature", "1", "--seed", "1"
+    drawn = run_json(
+        capsys, "-n", "20", "--speculation", "copy", "--verification", "rejection", "--temperature", "1", "--seed", "1"
     )
-    assert (typical["verification"], typical["lossless"], typical["exact"]) == ("typical", False, False)
+    assert (drawn["verification"], drawn["lossless"], drawn["exact"]) == ("rejection", True, False)
     short = run_json(capsys, "-n", "60", "--draft-max", "2")
     assert short["mode"] == "auto" and len(short["accepted_per_position"]) <= 2
 

@@ -87,7 +87,7 @@ def test_bad_requests_are_refused_before_anything_is_measured(
         ("contains no prompts", ("--drafters", "--text", tmp_path / "blank")),
         ("missing.txt", ("--drafters", "--text", tmp_path / "missing.txt")),
         ("--cache and --steering cannot", ("--cache", "--steering", "story")),
-        ("--method learns from a text", ("--method", "judge")),
+        ("--steering learns from a text", ("--steering", "story")),
     ):
         assert main(["tune", "-m", str(small_bundle), *map(str, options)]) == 2
         out, err = capsys.readouterr()

@@ -177,8 +177,7 @@ def test_several_replies_and_searches_share_passes_with_others(
         {"search": "samples", "samples": 3} | sampled,
         {"search": "vote", "samples": 3} | sampled,
         {"search": "beam", "beams": 3} | greedy,
-        {"search": "cautious"} | sampled,
-        {"search": "lookahead"} | greedy,
+        {"search": "momentum"} | greedy,
     ]
     expected = [[model.stream_chat(MESSAGES, **options).complete().text] for options in ways]
     several = [model.stream_chat(MESSAGES, **sampled | {"seed": 3 + place}).complete().text for place in range(3)]

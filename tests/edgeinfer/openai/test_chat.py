@@ -37,23 +37,6 @@ def content(answer: dict[str, Any]) -> str:
     return text
 
 
-def test_a_worse_prompt_stands_in_the_same_conversation(model: edgeinfer.Model) -> None:
-    """Behind the same system message, as a program's own is."""
-
-    def options(lame: str) -> dict[str, Any]:
-        own = {"uncertainty": 0.0, "contrast_strength": 3.0, "lame_prompt": lame}
-        return {"search": "contrast", "method_options": own}
-
-    said = model.stream_chat(MESSAGES, **OPTIONS | options("Go")).complete().text
-    assert content(complete(model, **options("Go"))) == said
-    assert said != model.stream_chat(MESSAGES, **OPTIONS | options("Stop")).complete().text
-    with pytest.raises(EdgeInferError, match="lame_prompt"):
-        complete(model, search="contrast")
-    # A program's own code cannot come in a request.
-    with pytest.raises(EdgeInferError, match="scorer"):
-        complete(model, search="particles", temperature=1.0, method_options={"scorer": "/etc/passwd"})
-
-
 def test_an_answer(model: edgeinfer.Model) -> None:
     answer = json.loads(json.dumps(complete(model)))
     assert answer["object"] == "chat.completion"

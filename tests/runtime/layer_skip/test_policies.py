@@ -16,7 +16,6 @@ from edgeinfer.runtime.layer_skip.calibrated import SkipLevels, kept_layers
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay
 from edgeinfer.runtime.layer_skip.strategy import DivergenceLimit, SpeedTarget, divergence, entropy_bits, likeliest
 from edgeinfer.runtime.research.layers import ImportancePolicy, RoutersPolicy, UnifiedPolicy, importance
-from edgeinfer.runtime.research.random import RandomPolicy
 from tests.runtime.speculation.drafters.models import export, make_backend
 
 Floats = NDArray[np.float32]
@@ -195,15 +194,6 @@ def test_the_share_is_met_from_nothing() -> None:
             large = policy.large()
             count += large and token >= 1000
         assert count / 3000 == pytest.approx(share, abs=0.05)
-
-
-def test_chance_meets_the_share_in_stretches() -> None:
-    for share in (0.0, 0.3, 1.0):
-        policy = RandomPolicy(share, 4, seed=1)
-        made = [policy.large() for _ in range(8000)]
-        assert np.mean(made) == pytest.approx(share, abs=0.03)
-        lengths = np.diff(np.flatnonzero(np.diff(made)))
-        assert (lengths >= 4).all()
 
 
 def logits_apart(nats: float) -> tuple[Floats, Floats]:

@@ -22,9 +22,7 @@ from edgeinfer.runtime.sampling.constraint import (
     TextCheck,
     TextPlaces,
     first_accepted,
-    weighed_draw,
 )
-from edgeinfer.runtime.sampling.distributions import GumbelNoise
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget, thinking_tags
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, letters_logits
@@ -190,28 +188,6 @@ def test_few_tokens_are_asked_about() -> None:
     assert len(asked) < 200 * 3
 
 
-@pytest.mark.slow
-def test_frequencies_and_the_estimate_are_those_of_enumeration() -> None:
-    """Chi-square of the tokens; the mean estimate within four of its own errors of the accepted probability."""
-    chance = np.random.default_rng(5)
-    for accepted in ({0, 3}, {7}, set(range(8)), {1, 2, 4, 5, 6}):
-        logits = chance.normal(0, 1.5, 8)
-        logprobs = logits - math.log(np.exp(logits).sum())
-        share = sum(math.exp(logprobs[i]) for i in accepted)
-        noise, draws, seen, weights = GumbelNoise(3, 8), 6000, np.zeros(8), []
-        for position in range(draws):
-            drawn = weighed_draw(logprobs, logprobs + noise.of(np.arange(8), position), accepted.__contains__)
-            assert drawn.index in accepted
-            seen[drawn.index] += 1
-            weights.append(math.exp(drawn.log_weight))
-        expected = np.array([draws * math.exp(logprobs[i]) / share if i in accepted else 0 for i in range(8)])
-        chi = sum((seen[i] - expected[i]) ** 2 / expected[i] for i in accepted)
-        assert chi < 24.3  # 7 degrees of freedom at most, p = 0.001
-        assert abs(np.mean(weights) - share) < 4 * np.std(weights) / math.sqrt(draws) + 1e-9
-    refused = weighed_draw(logprobs, logprobs, lambda index: False)
-    assert (refused.index, refused.log_weight) == (None, -math.inf)
-
-
 def test_a_check_that_refuses_all_or_fails_says_so() -> None:
     def fails(text: str, ended: bool) -> bool:
         raise ValueError("no such text")
@@ -305,7 +281,7 @@ def test_it_goes_with_some_searches_and_no_form() -> None:
         ReplyOptions(thinking_budget=3, choices=("a", "b"))
     with pytest.raises(UsageError, match="out of range"):
         ReplyOptions(thinking_budget=-1)
-    for search in ("vote", "particles"):
+    for search in ("vote", "samples"):
         assert Trial(LettersBackend(400), search=search, temperature=0.9, thinking_budget=3).tokens()
     with pytest.raises(UsageError, match="cannot limit thoughts"):
         Trial(LettersBackend(), search="beam", thinking_budget=3)

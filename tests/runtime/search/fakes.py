@@ -15,12 +15,10 @@ from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult, check_pass
-from edgeinfer.runtime.decoding.sequence import Passes
 from edgeinfer.runtime.decoding.sequence import Sequence as Text
 from edgeinfer.runtime.sampling.constraint import Constraint
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, make_search
-from tests.methods import nested
 from tests.runtime.test_sequence import TableBackend, TableCache
 
 LETTERS = "abcdefgh.,"
@@ -99,30 +97,6 @@ class LettersBackend(TableBackend):
         return PassResult(logits, None)
 
 
-class LettersAnchor:
-    """Another model of the same letters, as a small model that follows a text; `moved` tells how far it is another."""
-
-    def __init__(self, moved: float = 1.0) -> None:
-        self._moved = moved
-
-    def logits(self, text: Sequence[int]) -> Floats:  # (V,)
-        """What follows a text."""
-        return letters_logits(text) + np.float32(self._moved) * letters_logits([*text, END, END])
-
-    def begin(self, tokens: Sequence[int]) -> None:
-        """Nothing is kept."""
-
-    def after(self, tokens: Sequence[int]) -> Passes[Floats | None]:  # (V,)
-        """What follows a text."""
-        yield from ()
-        return self.logits(tokens)
-
-    def behind(self, tokens: Sequence[int], count: int) -> Passes[list[Floats] | None]:
-        """What follows each of its last tokens."""
-        yield from ()
-        return [self.logits(tokens[:end]) for end in range(len(tokens) - count + 1, len(tokens) + 1)]
-
-
 class Letters:
     """A tokenizer of one letter a token; the end has no text."""
 
@@ -161,10 +135,9 @@ class Trial:
         prompt: Sequence[int] = PROMPT,
         forgets: bool = False,
         constraint: Constraint | None = None,
-        anchor: LettersAnchor | None = None,
         **options: Any,
     ) -> None:
-        self.config = ReplyOptions(**nested({"max_tokens": 12, "seed": 5} | options))
+        self.config = ReplyOptions(**{"max_tokens": 12, "seed": 5} | options)
         self.sequence = Text(backend, backend.cache, 4)
         self.backend, self.stop_ids, self.prompt = backend, stop_ids, prompt
         self.sampler = Sampler(LogitsProcessor(self.config, V, self.config.seed or 0), prompt, constraint)
@@ -175,7 +148,6 @@ class Trial:
             stop_ids,
             Letters(),
             continues=False,
-            small=lambda: anchor or LettersAnchor(),
         )
         self.strategy: SearchStrategy = make_search(parts, forgets=forgets)
 

@@ -68,7 +68,7 @@ def test_each_branch_is_a_text_of_its_own(data: st.DataObject) -> None:
     backend = fed_prompt(60)
     feeder = feeder_of(backend)
     branches, statistics = Branches(feeder), feeder.use
-    texts: dict[Branch, list[int]] = {branches.begin(): list(PROMPT), branches.begin(apart=True): []}
+    texts: dict[Branch, list[int]] = {branches.begin(): list(PROMPT) for _ in range(2)}
     for _ in range(data.draw(st.integers(1, 25))):
         act = data.draw(st.sampled_from(["feed", "feed", "feed", "fork", "drop"]))
         some = list(texts)
@@ -138,7 +138,7 @@ def check_branches(backend: Alone[Any]) -> None:
     prompt, random = [5, 9, 2, 7, 7, 30, 1], np.random.default_rng(3)
     run(backend.model, backend.cache, [prompt])
     branches = Branches(feeder_of(backend))
-    parts: dict[Branch, list[list[int]]] = {branches.begin(): [prompt], branches.begin(apart=True): []}
+    parts: dict[Branch, list[list[int]]] = {branches.begin(): [prompt] for _ in range(2)}
     main = branches.begin_trunk()
     parts[main] = [prompt]
     found: dict[Branch, list[Floats]] = {branch: [np.zeros(0, np.float32)] * len(fed) for branch, fed in parts.items()}
@@ -179,9 +179,6 @@ def test_texts_are_bound_by_the_context_and_by_memory_for_copies() -> None:
     for rows, room in ((0, 0), (3, 3), (4, 4), (9, 4)):
         spare = replace(parts_of(backend), spare_bytes=rows * row_bytes)
         assert spare.room() == (room, "context" if rows >= 4 else "memory")
-        apart = Branches(Feeder(spare, SearchUse("", False)))
-        apart.begin(apart=True)
-        assert apart.room == max(0, min(4, rows - len(PROMPT)))
 
 
 def test_a_cancelled_reply_runs_no_pass() -> None:

@@ -13,20 +13,20 @@ from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.strategy import SearchParts, make_search, search_method
-from tests.methods import all_methods, nested
-from tests.runtime.search.fakes import END, PROMPT, Letters, LettersAnchor, LettersBackend, Trial, V
+from tests.methods import all_methods
+from tests.runtime.search.fakes import END, PROMPT, Letters, LettersBackend, Trial, V
 from tests.tables import each_row
 
 SEARCH_KINDS = {name: search_method(name) for name in all_methods("searches")}
 DRAWING = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "always"]
 RULED = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "never"]
 # Those that follow one text.
-LINES = ("momentum", "anchored")
+LINES = ("momentum",)
 
 
 def options_of(name: str) -> dict[str, Any]:
     warm = {"temperature": 0.7} if name in DRAWING else {}
-    needed = {"contrast": {"lame_prompt": "ab"}, "extract": {"passage": "abcabd"}}
+    needed = {"extract": {"passage": "abcabd"}}
     return {"search": name} | warm | needed.get(name, {})
 
 
@@ -67,11 +67,11 @@ def test_rules_of_its_own_leave_no_place_for_others() -> None:
 @each_row("name", SEARCH_KINDS)
 def test_only_some_follow_a_constraint(name: str) -> None:
     choices = [[1, 2, 3], [4, 5], [1, 2, 6]]
-    config = ReplyOptions(**nested(options_of(name)), max_tokens=8)
+    config = ReplyOptions(**options_of(name), max_tokens=8)
     sampler = Sampler(LogitsProcessor(config, V, 1), PROMPT, ChoiceConstraint(ChoiceTrie(choices, [END])))
     backend = LettersBackend()
     text, stops = Sequence(backend, backend.cache, 16), frozenset({END})
-    parts = SearchParts(text, sampler, config, stops, Letters(), continues=False, small=LettersAnchor)
+    parts = SearchParts(text, sampler, config, stops, Letters(), continues=False)
     if not SEARCH_KINDS[name].constrained:
         with pytest.raises(UsageError, match="cannot follow a grammar"):
             make_search(parts, forgets=False)
@@ -94,22 +94,13 @@ def test_branches_need_a_backend_that_can_and_a_context_that_keeps() -> None:
         with pytest.raises(UsageError, match="forgets nothing"):
             Trial(LettersBackend(), forgets=True, **options_of(name))
             pytest.fail(f"{name} in a context that forgets")
-    with pytest.raises(UsageError, match="forgets nothing"):
-        Trial(LettersBackend(), forgets=True, **options_of("anchored"))
     trial = Trial(Single(), forgets=True, max_tokens=5, stop_ids=frozenset(), search="momentum")
     assert len(trial.tokens()) == 5
-
-
-LOOKAHEAD: list[dict[str, Any]] = [{"look_ahead": 0}, {"look_ahead": "x"}, {"uncertainty": -1}, {"lame_prompt": "a"}]
 
 
 def test_wrong_values_are_refused() -> None:
     wrongs: list[dict[str, Any]] = [{"search": wrong} for wrong in ("magic", 3, ["vote"])]
     wrongs += [{"answer": "yes"}, {"beams": 4, "beam_groups": 3}, {"resistance": ()}, {"resistance": "1,2"}]
-    wrongs += [{"method_options": {"look_ahead": 3}}, {"method_options": 3}]
-    wrongs += [{"search": "lookahead", "method_options": given} for given in LOOKAHEAD]
-    wrongs += [{"search": "contrast", "method_options": {"lame_prompt": 3}}]
-    wrongs += [{"search": "particles", "temperature": 1.0, "method_options": {"scorer": "len"}}]
     for wrong in wrongs:
         with pytest.raises(UsageError) as caught:
             ReplyOptions(**wrong)

@@ -122,7 +122,7 @@ class Subject:
     def rounds(
         self, sampler: Witness, config: ReplyOptions, names: Sequence[str], width: int, noise: float
     ) -> SpeculativeDecoding:
-        model = self._model() if {"model", "rapid"} & {*names} else None
+        model = self._model() if "model" in names else None
         if model is not None:
             model.cache.trim(0)
         small, cache = (None, None) if model is None else (model.model, model.cache)

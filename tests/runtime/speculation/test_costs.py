@@ -270,10 +270,7 @@ def test_what_guesses_cost_follows_the_rounds_of_replies() -> None:
     text = text_of(60)
     run = decode([Prophet("model", text, 1.0)], text, Prices(FLAT, {"model": 0.5}))
     assert {name for name, _ in run.controller.timed_guesses} == {"model"}
-    timings = RoundTimings()
-    for ms in (0.4, 0.5, 30.0, 0.6, 0.5) * 8:
-        timings.add_guesses([("model", ms - 0.1), ("model", ms + 0.1), ("gone", 1.0)], [])
-    costs.learn(timings)
+    costs.learn(RoundTimings(guesses={"model": [0.4, 0.5, 30.0, 0.6, 0.5] * 8, "gone": [1.0]}))
     assert costs.of([]).guess_ms("model") == pytest.approx(0.5, abs=0.2)
     costs.learn(RoundTimings(guesses={"model": [9.0, 9.0]}))
     assert costs.of([]).guess_ms("model") < 1.0
@@ -326,9 +323,7 @@ def test_what_reading_costs_follows_the_replies_and_one_busy_moment_moves_it_lit
     costs = kept.open()
     assert (costs.of([]).read_ms("model"), costs.of([]).read_ms("copy")) == (0.004, 0.0)
     for ms in (0.01, 0.9, 0.01, 0.011, 0.01):
-        timings = RoundTimings()
-        timings.add_guesses([], [("model", ms), ("gone", 1.0)])
-        costs.learn(timings)
+        costs.learn(RoundTimings(reading={"model": [ms], "gone": [1.0]}))
         assert costs.of([]).read_ms("model") <= 0.011
     assert costs.of([]).read_ms("model") == pytest.approx(0.01)
     costs.save()

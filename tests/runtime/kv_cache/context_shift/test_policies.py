@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterOptions, ClusterPolicy
-from edgeinfer.runtime.kv_cache.context_shift.merge import MergeOptions, MergePolicy
 from edgeinfer.runtime.kv_cache.context_shift.policy import (
     ContextShiftPolicy,
     LayerRotations,
@@ -30,7 +28,6 @@ from edgeinfer.runtime.kv_cache.context_shift.policy import (
 )
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
 from tests.alone import Alone
-from tests.tables import each_row
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
@@ -120,21 +117,6 @@ def fill(store: Store, policy: ContextShiftPolicy, count: int) -> Lost:
     return lost
 
 
-def merge_policy(store: Store, **options: Any) -> MergePolicy:
-    """One that observes random attention, a function of the cache's length alone."""
-    bundle = SimpleNamespace(manifest=SimpleNamespace(decoder=SPEC, tensors=()))
-    policy = MergePolicy(bundle, store, store, MergeOptions(**options))  # type: ignore[arg-type]
-
-    def queries(tokens: Any) -> list[Floats]:
-        chance = np.random.default_rng(len(tokens))
-        group = SPEC.num_heads // SPEC.num_kv_heads
-        shape = (SPEC.num_layers, SPEC.num_kv_heads, group, len(tokens), HEAD)
-        return list(chance.normal(size=shape).astype(np.float32))
-
-    policy._observer.queries = queries  # type: ignore[method-assign]
-    return policy
-
-
 @given(capacity=capacities, count=texts, sinks=st.integers(0, 4), freed=st.sampled_from([0.01, 0.125, 0.5]))
 @settings(deadline=None, max_examples=20)
 def test_window_holds_the_first_and_the_latest(capacity: int, count: int, sinks: int, freed: float) -> None:
@@ -146,24 +128,6 @@ def test_window_holds_the_first_and_the_latest(capacity: int, count: int, sinks:
     expected = [*range(first), *range(first + lost.tokens, count)]
     assert np.array_equal(store.places, np.broadcast_to(expected, store.places.shape))
     np.testing.assert_allclose(store.unrotated(), raw_keys(TEXT)[:, :, expected], atol=1e-4)
-
-
-@given(capacity=capacities, count=texts, recent=st.sampled_from([0.1, 0.25, 0.5]))
-@settings(deadline=None, max_examples=20)
-def test_eviction_without_merging_keeps_rows_whole_and_in_order(capacity: int, count: int, recent: float) -> None:
-    store = Store(capacity, TEXT)
-    lost = fill(store, merge_policy(store, similar=2.0, recent=recent), count)
-    places = store.places
-    assert np.all(np.diff(places, axis=-1) > 0)
-    latest = min(count, int(recent * capacity))
-    assert np.array_equal(places[..., :4], np.broadcast_to(range(min(4, count)), places[..., :4].shape))
-    tail = places[..., store.length - latest :]
-    assert np.array_equal(tail, np.broadcast_to(range(count - latest, count), tail.shape))
-    raw = np.take_along_axis(raw_keys(TEXT), places.astype(int)[..., None], axis=2)
-    np.testing.assert_allclose(store.unrotated(), raw, atol=1e-4)
-    assert lost.merged == 0
-    if lost.events > 1:
-        assert not np.array_equal(places[0, 0], places[0, 1]), "each head keeps its own"
 
 
 @given(capacity=capacities, count=texts, chunk=st.sampled_from([2, 7, 64]), freed=st.sampled_from([0.1, 0.25]))
@@ -178,18 +142,6 @@ def test_clusters_lose_nothing_but_detail(capacity: int, count: int, chunk: int,
     np.testing.assert_allclose(lengths, np.linalg.norm(raw_keys(TEXT)[:, :, :count], axis=-1).sum(axis=-1), rtol=1e-4)
 
 
-@given(capacity=capacities, count=texts)
-@settings(deadline=None, max_examples=20)
-def test_merging_everything_loses_nothing_but_detail(capacity: int, count: int) -> None:
-    store = Store(capacity, TEXT)
-    policy = merge_policy(store, similar=-2.0)
-    lost = fill(store, policy, count)
-    assert lost.merged == lost.tokens
-    weights = check_conserved(store, {layer: past.counts for layer, past in policy._past.items()}, count)
-    keys = (weights[..., None] * store.unrotated()).sum(axis=2)
-    np.testing.assert_allclose(keys, raw_keys(TEXT)[:, :, :count].sum(axis=2), atol=1e-2)
-
-
 def check_conserved(store: Store, counted: dict[int, Floats], count: int) -> Floats:
     """The weighted sum of all values is that of the text, and the sinks are untouched; returns the weights."""
     weights = np.ones(store.places.shape, np.float32)
@@ -201,32 +153,9 @@ def check_conserved(store: Store, counted: dict[int, Floats], count: int) -> Flo
     return weights
 
 
-def test_what_is_attended_to_stays() -> None:
-    store = Store(64, 64)
-    for place in range(64):
-        store.feed(place)
-    policy = merge_policy(store, similar=2.0, pooled=1, observed=8, recent=0.2, freed=0.25)
-    wanted = 20
-    key = store.keys[:, :, wanted]  # (L, H, h)
-    queries = [np.broadcast_to(10 * key[layer][:, None, None], (2, 2, 8, HEAD)) for layer in range(2)]
-    policy._observer.queries = lambda tokens: queries  # type: ignore[method-assign]
-    policy.make_room(range(64))
-    assert np.all((store.places == wanted).any(axis=-1))
-
-
-def test_only_similar_keys_are_merged() -> None:
-    store = Store(64, 64)
-    for place in range(64):
-        store.feed(place)
-    removed = merge_policy(store, similar=0.97).make_room(range(64))
-    assert 0 < removed.merged < removed.rows
-    assert store.length == 64 - removed.rows
-
-
-@each_row("make", [lambda s: ClusterPolicy(SPEC, s), merge_policy])
-def test_forgetting_begins_anew(make: Any) -> None:
+def test_forgetting_begins_anew() -> None:
     store, other = Store(40, 200), Store(40, 200)
-    used, fresh = make(store), make(other)
+    used, fresh = (ClusterPolicy(SPEC, each) for each in (store, other))  # type: ignore[arg-type]
     fill(store, used, 150)
     used.forget()
     store.keys, store.values, store.length = store.keys[:, :, :0], store.values[:, :, :0], 0

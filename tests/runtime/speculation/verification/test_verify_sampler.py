@@ -26,8 +26,7 @@ from tests.runtime.speculation.verification.enumeration import (
 )
 from tests.tables import each_row
 
-# A judge is bound to a bundle before it verifies.
-RULES = tuple(name for name in all_methods("verifiers") if name != "judge")
+RULES = all_methods("verifiers")
 SIZE = 4
 PROMPT, REPLY = (1, 1, 2), (3, 0)
 BANNED = 3
