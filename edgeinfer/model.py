@@ -15,7 +15,7 @@ from edgeinfer.async_replies import AsyncTokenStream
 from edgeinfer.batching import Replies, ReplyBatch, can_share
 from edgeinfer.chat import Chat
 from edgeinfer.core.contexts import Context
-from edgeinfer.core.errors import ModelError, UsageError
+from edgeinfer.core.errors import ModelError, UnshareableError, UsageError
 from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.options.types import Prompt, ReplyDict
 from edgeinfer.core.results import ExpertUse, LoadCosts, ModelInfo, Placement, Result
@@ -448,6 +448,8 @@ class Model:
     def logits(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Floats]:
         """The logits after each token of a text, in arrays of a few rows (R, V); each overwrites the one before.
         Empties the cache; the model must not be used for anything else before the last array."""
+        if self._replies.seated is not None:
+            raise UnshareableError("Logits need the model to themselves.", "Ask for them when no reply is running.")
         self._replies.turns.require_idle()
 
         def rows(logits: Iterator[Floats]) -> Iterator[Floats]:

@@ -89,7 +89,7 @@ BUDGETS = {
     "edgeinfer/bundle": 6930,  # GGUF files, tables of tokenizers in arrays; what quantizing cost; biases of keys
     "edgeinfer/hub": 2160,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
     "edgeinfer/nn": 1060,  # of bundle, quant and the reference backend until now
-    "edgeinfer/openai": 3230,  # prompts with a gap
+    "edgeinfer/openai": 3275,  # prompts with a gap, prompts that are scored
     "edgeinfer/core": 2960,  # what strategies count is what results say
     "edgeinfer/tools": 2730,  # GGUF files are prepared whole or not at all, packages fetched, conversions checked
     "export": 920,  # bundles are checked, and written again where they are too far from the float model

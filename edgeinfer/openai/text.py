@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from edgeinfer.core.options import LARGEST_COUNT
-from edgeinfer.core.results import Chunk, Result
-from edgeinfer.openai.contract import ChatModel, Event
+from edgeinfer.core.results import Chunk, Result, TokenLogprob
+from edgeinfer.openai.contract import ChatModel, Event, StreamT
+from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import (
     IGNORED,
     MOST_ALTERNATIVES,
@@ -20,8 +22,9 @@ from edgeinfer.openai.fields import (
     warnings,
 )
 from edgeinfer.openai.infill import Gap
-from edgeinfer.openai.prompt import CompletionReplies, TextPrompt
+from edgeinfer.openai.prompt import CompletionReplies, PromptTokens, TextPrompt
 from edgeinfer.openai.replies import timings, token_table
+from edgeinfer.runtime.sampling.distributions import token_logprobs
 
 # OpenAI's default.
 _DEFAULT_LENGTH = 16
@@ -38,12 +41,10 @@ class TextCompletion(CompletionReplies):
         self._echo = fields.flag("echo")
         alternatives = fields.whole("logprobs", 0, MOST_ALTERNATIVES)
         self._logprobs_wanted = alternatives is not None
-        if self._echo and self._logprobs_wanted:
-            raise fields.wrong(
-                "logprobs", alternatives, "Those of the prompt are not available: leave out echo or logprobs."
-            )
-        options = {"max_tokens": _DEFAULT_LENGTH} | limit(fields, "max_tokens", "n_predict", "max_new_tokens")
-        options |= sampling(fields) | form(fields, "response_format")
+        if self._echo and self._logprobs_wanted and stream:
+            raise fields.wrong("logprobs", alternatives, "With echo, leave out stream or logprobs.")
+        self._with_reply = not (self._echo and body.get("max_tokens") == 0)
+        options = _options(fields, with_reply=self._with_reply)
         if self._logprobs_wanted or each > self._given:
             options["logprobs"] = alternatives or 0
         fields.ignore(*IGNORED)
@@ -62,8 +63,19 @@ class TextCompletion(CompletionReplies):
             usage_wanted=counted,
         )
         self._offsets = [0] * self.n  # characters whose log-probabilities were sent
+        self._alternatives = alternatives or 0
+        self._scored: dict[int, list[TokenLogprob]] = {}  # of prompts; the first token's is no number
         texts = (prompt if isinstance(prompt, str) else model.detokenize(prompt) for prompt in prompts)
         self._echoed = list(texts) if self._echo else [""] * len(prompts)
+
+    def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
+        place = index // self._each
+        if self._echo and self._logprobs_wanted and place not in self._scored:
+            prompt = self._prompts[place] = self._prompts[place].prepared(model)
+            assert isinstance(prompt, TextPrompt), "this path continues texts"
+            ids = prompt.prompt.of(model) if isinstance(prompt.prompt, PromptTokens) else prompt.prompt
+            self._scored[place] = _scored(model, list(map(int, ids)), self._alternatives, prompt.options, ended)
+        return super().start(model, index, ended)
 
     def opening(self) -> list[Event]:
         return [self._event(i, self._echoed[i // self._each]) for i in range(self.n)] if self._echo else []
@@ -103,12 +115,53 @@ class TextCompletion(CompletionReplies):
 
     def _choice(self, place: int, index: int) -> dict[str, Any]:
         reply = self._replies[index]
+        table = None
+        if self._logprobs_wanted:
+            before = self._scored.get(index // self._each, [])
+            table, _ = token_table([*before, *(reply.logprobs if self._with_reply else ())], 0)
+            if before:
+                table["token_logprobs"][0] = table["top_logprobs"][0] = None
         return {
             "index": place,
-            "text": self._echoed[index // self._each] + reply.text,
-            "logprobs": token_table(reply.logprobs, 0)[0] if self._logprobs_wanted else None,
+            "text": self._echoed[index // self._each] + (reply.text if self._with_reply else ""),
+            "logprobs": table,
             "finish_reason": reply.finish_reason,
         }
+
+
+def _options(fields: Fields, *, with_reply: bool) -> dict[str, Any]:
+    """Options of the reply; a prompt that is only echoed takes one token, which is not given."""
+    if not with_reply:
+        fields.ignore("max_tokens")
+    default = _DEFAULT_LENGTH if with_reply else 1
+    options = {"max_tokens": default} | limit(fields, "max_tokens", "n_predict", "max_new_tokens")
+    return options | sampling(fields) | form(fields, "response_format")
+
+
+def _scored(
+    model: ChatModel[Any],
+    ids: list[int],
+    alternatives: int,
+    options: Mapping[str, Any],
+    ended: Callable[[], bool] | None,
+) -> list[TokenLogprob]:
+    """Log-probabilities of a prompt's tokens, read in a pass of its own. Begin tokens are no text."""
+    begin = model.begin_ids
+    silent = len(begin) if ids[: len(begin)] == begin else 0
+
+    def entry(token: int, logprob: float, others: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        return TokenLogprob(token, model.pieces([token])[0], logprob, others)
+
+    found = [TokenLogprob(ids[0], b"" if silent else model.pieces(ids[:1])[0], math.nan)]
+    for rows in model.logits(ids, options.get("adapter")):
+        if ended is not None and ended():
+            raise RequestError("The prompt was not read to its end.", "Ask again.", status=503, code="cancelled")
+        for row in rows[: len(ids) - len(found)]:
+            token = ids[len(found)]
+            scores = token_logprobs(row, token, alternatives)
+            others = tuple(entry(other, logprob) for other, logprob in scores.top)
+            found.append(entry(token, scores.logprob, others))
+    return found
 
 
 def _gap(prompt: str | list[int], suffix: str | None) -> Gap | None:

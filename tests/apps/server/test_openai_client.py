@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -121,6 +122,13 @@ def test_completions(client: Any, model: edgeinfer.Model) -> None:
     assert echoed.choices[0].text.startswith(prompt)
     scored = client.completions.create(model="tales", prompt=prompt, max_tokens=4, temperature=0, logprobs=2)
     assert len(scored.choices[0].logprobs.token_logprobs) == 4
+    asked = {"model": "tales", "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1}
+    alone = client.completions.create(**asked).choices[0].logprobs.token_logprobs
+    with ThreadPoolExecutor() as pool:  # between other replies
+        others = [pool.submit(client.completions.create, model="tales", prompt=prompt, max_tokens=20) for _ in range(4)]
+        shared = client.completions.create(**asked).choices[0].logprobs.token_logprobs
+        assert {other.result().choices[0].text for other in others} == {expected}
+    assert shared == alone and alone[0] is None and max(alone[1:]) < 0
 
 
 def test_responses(client: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 import edgeinfer
@@ -189,6 +190,24 @@ def test_log_probabilities(tales: edgeinfer.Model) -> None:
         assert 2 <= len(top) <= 3
 
 
+def test_log_probabilities_of_an_echoed_prompt(tales: edgeinfer.Model) -> None:
+    prompt = "Once upon a time, there was"
+    ids = tales.tokenize_prompt(prompt)
+    scores = tales.score(ids).logprobs
+    reply = complete(tales, prompt=prompt, logprobs=2)["choices"][0]
+    for given in (prompt, ids):
+        (choice,) = complete(tales, prompt=given, logprobs=2, echo=True)["choices"]
+        table = choice["logprobs"]
+        assert table["token_logprobs"][0] is table["top_logprobs"][0] is None
+        np.testing.assert_allclose(table["token_logprobs"][1 : len(ids)], scores, atol=1e-4)
+        assert table["token_logprobs"][len(ids) :] == reply["logprobs"]["token_logprobs"]
+        assert all(2 <= len(top) <= 3 for top in table["top_logprobs"][1:])
+        assert "".join(table["tokens"]).strip() == choice["text"].strip() == (prompt + reply["text"]).strip()
+        scored = complete(tales, prompt=given, logprobs=0, echo=True, max_tokens=0)["choices"][0]
+        assert scored["text"].strip() == prompt
+        assert scored["logprobs"]["token_logprobs"] == table["token_logprobs"][: len(ids)]
+
+
 FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 TEXTS: list[tuple[str, dict[str, Any]]] = [
     ("prompt", {}),
@@ -203,10 +222,9 @@ TEXTS: list[tuple[str, dict[str, Any]]] = [
     ("best_of", {"prompt": "a", "best_of": 1, "n": 2}),
     ("best_of", {"prompt": "a", "best_of": 2, "stream": True}),
     ("best_of", {"prompt": ["a"] * 100, "best_of": 2}),
-    ("suffix", {"prompt": "a", "suffix": "b"}),
     ("logprobs", {"prompt": "a", "logprobs": True}),
     ("logprobs", {"prompt": "a", "logprobs": 21}),
-    ("logprobs", {"prompt": "a", "logprobs": 1, "echo": True}),
+    ("logprobs", {"prompt": "a", "logprobs": 1, "echo": True, "stream": True}),
     ("max_tokens", {"prompt": "a", "max_tokens": -2}),
     ("messages", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
     ("stream", {"prompt": "a", "stream": "yes"}),
