@@ -15,6 +15,7 @@ class Rule:
 
 
 _SMALL = "trains or measures for minutes; a few steps show that the command is right"
+_CALIBRATED = "takes most of the time; the page calibrates once, tests/edgeinfer/test_name_to_chat.py by itself"
 _LONG = "trains for half a minute even at its smallest; tests/export run it"
 # Replaced wherever they are, in this order.
 INSTEAD = (
@@ -23,6 +24,9 @@ INSTEAD = (
     Rule(" --kind medusa", _SMALL, " --kind medusa --steps 2 --rows 2 --length 32"),
     Rule(" --keep 0.75", _SMALL, " --keep 0.75 --steps 2 --rows 2"),
     Rule("--calibration texts.txt", _SMALL, "--calibration texts.txt --calibration-tokens 512"),
+    Rule(" CHECKPOINT my-model --bits 4", _CALIBRATED, " CHECKPOINT my-model --bits 4 --no-calibration"),
+    Rule(" -m CHECKPOINT --bits 8", _CALIBRATED, " -m CHECKPOINT --bits 8 --no-calibration"),
+    Rule(" --group-size 32", _CALIBRATED, " --group-size 32 --no-calibration"),
     Rule("edgeinfer tune --skip", _SMALL, "edgeinfer tune --skip --evaluations 2"),
     Rule("edgeinfer bench devices", _SMALL, "edgeinfer bench devices --devices cpu:onnxruntime -r 1"),
     Rule(" --quick", _SMALL, " --quick --evaluations 2 -t 1 --prefill-chunk 64 --weights mapped"),
@@ -41,6 +45,10 @@ NOT_RUN = (
     ),
     Rule("edgeinfer run -m my-model --device openvino:NPU", "needs a neural processor"),
 )
+# Models of the hub that pages begin with, converted before without calibration: the first use is tried in
+# tests/edgeinfer/test_name_to_chat.py.
+PULLED = dict.fromkeys(("README.md", "docs/index.md", "docs/guide/start.md"), "qwen2.5-0.5b")
+PULLED["docs/guide/models.md"] = "Qwen/Qwen2.5-0.5B-Instruct"
 # What pages presume that a reader has, by the page's path: names that `tests.docs.test_commands` lays out.
 HAS = {
     "README.md": ("model.gguf",),

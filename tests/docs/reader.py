@@ -81,7 +81,7 @@ class Reader:
         elif block.language in SHELL:
             for line in text.replace("\\\n", " ").splitlines():
                 for part in line.split(" && "):
-                    self._command(part.strip().removeprefix("$ ").removeprefix(".venv/bin/"), str(block))
+                    self.command(part.strip().removeprefix("$ ").removeprefix(".venv/bin/"), str(block))
         else:
             assert block.language in ("text", "{eval-rst}", "{toctree}", "{include} ../CONTRIBUTING.md"), str(block)
 
@@ -105,7 +105,8 @@ class Reader:
         assert error == "", f"{place}: {error}"
         assert out.strip() or "print" not in code, f"{place} prints nothing"
 
-    def _command(self, line: str, place: str) -> None:
+    def command(self, line: str, place: str) -> None:
+        """Runs a line."""
         words = shlex.split(line, comments=True)
         if not words:
             return

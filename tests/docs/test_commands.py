@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import HAS, INSTEAD, NOT_RUN
+from tests.docs.commands import HAS, INSTEAD, NOT_RUN, PULLED
 from tests.docs.pages import ROOT, Page, pages
 from tests.docs.reader import Reader
 from tests.gguf_models import builtin_checkpoint, builtin_gguf
@@ -78,6 +78,8 @@ def test_a_page_can_be_followed(page: Page, hub: Hub, tmp_path: Path, monkeypatc
     for name in HAS.get(name_of(page), ()):
         STAND_INS[name](folder / name)
     with Reader(folder, monkeypatch, hub.url) as reader:
+        if name_of(page) in PULLED:
+            reader.command(f"edgeinfer pull {PULLED[name_of(page)]} --no-calibration", name_of(page))
         for block in page.blocks:
             reader.follow(block)
 
@@ -86,4 +88,4 @@ def test_exceptions_are_of_commands_that_are_there() -> None:
     text = "\n".join(block.text for page in PAGES for block in page.blocks)
     unused = [rule.pattern for rule in (*INSTEAD, *NOT_RUN) if rule.pattern not in text]
     assert unused == [] and all(rule.reason for rule in (*INSTEAD, *NOT_RUN))
-    assert set(HAS) <= {name_of(page) for page in PAGES} and set().union(*HAS.values()) == set(STAND_INS)
+    assert {*HAS, *PULLED} <= {name_of(page) for page in PAGES} and set().union(*HAS.values()) == set(STAND_INS)

@@ -57,7 +57,8 @@ def test_damaged_files_are_not_converted(path: Path, numbers: range) -> None:
     assert refused > 0.9 * len(numbers)
 
 
-@pytest.mark.parametrize("numbers", [range(15), *REST])
+# What a file is refused for is found while it is converted, which is tried with all of them.
+@pytest.mark.parametrize("numbers", [range(15), REST[0]])
 def test_damaged_files_are_not_run(path: Path, numbers: range) -> None:
     for number in numbers:
         path.write_bytes(damaged_model(number))

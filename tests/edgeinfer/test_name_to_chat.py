@@ -111,7 +111,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def test_one_command_answers_and_the_next_needs_no_hub(user: User) -> None:
-    done = user.run("run", "-m", "org/model", "Hello", "-n", "4")
+    done = user.run("run", "-m", "org/model", "--no-calibration", "Hello", "-n", "4")
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert "Downloading org/model (27." in done.stderr

@@ -56,16 +56,15 @@ def test_the_same_bytes_come_back(name: str, changes: dict[str, Any], kind: str,
 @pytest.mark.parametrize(("name", "changes"), [pytest.param(*case, id=case[0]) for case in GGUF_CASES])
 @pytest.mark.slow
 def test_the_bytes_of_every_family_come_back(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    for kind in ("F32", "Q8_0"):
-        folder = tmp_path / kind
-        try:
-            _make(folder, name, changes, kind)
-        except UnsupportedArchitectureError as error:
-            # Which families are not read is tested where they are; only its MXFP4 keeps the rows of GPT-OSS's experts.
-            assert any(error.message == each for each in UNREAD.values()) or (name, kind) == ("GptOss", "Q8_0")
-            continue
-        restore_gguf(open_bundle(folder / "bundle"), folder / "again.gguf")
-        assert (folder / "again.gguf").read_bytes() == (folder / "model.gguf").read_bytes(), kind
+    kind = "F32" if name == "GptOss" else "Q8_0"  # only its MXFP4 keeps the rows of GPT-OSS's experts
+    try:
+        _make(tmp_path, name, changes, kind)
+    except UnsupportedArchitectureError as error:
+        # Which families are not read is tested where they are.
+        assert any(error.message == each for each in UNREAD.values())
+        return
+    restore_gguf(open_bundle(tmp_path / "bundle"), tmp_path / "again.gguf")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 
 def test_what_cannot_come_back_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def expected(config: ReplyOptions) -> dict[tuple[int, ...], float]:
     return replies
 
 
-@pytest.mark.parametrize("seeds", [400, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [400, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "width"), RULES)
 def test_replies_are_distributed_as_plain_samplings(name: str, width: int, seeds: int) -> None:
     """By chi-square; false of one right rule in ten thousand, however many replies there are."""
