@@ -302,6 +302,10 @@ def render_in_its_process(source: str) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A render takes a second at most."""
     change = "import edgeinfer.runtime.text.rendering as r; r.CPU_SECONDS = 1\nmain()"
     monkeypatch.setattr(render_process, "_BOOT", render_process._BOOT.replace("main()", change))
