@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.desktop import highlight, markdown
-from edgeinfer.apps.desktop.highlight import LANGUAGES, highlighted
-from edgeinfer.apps.desktop.markdown import render_reply, render_user
+from edgeinfer.apps.desktop import markdown
+from edgeinfer.apps.desktop.markdown import LANGUAGES, highlighted, render_reply, render_user
 from tests.tables import each_row
 
 SMALL, LARGE, LARGEST = 600, 6_000, 60_000
@@ -111,7 +110,7 @@ def test_hostile_code_costs_what_its_length_says() -> None:
 def test_only_known_languages_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "m{" * 9_000
     assert render_reply(f"```brainfuck\n{code}\n```").count("<span") == 1  # its name
-    monkeypatch.setattr(highlight, "LANGUAGES", {})
+    monkeypatch.setattr(markdown, "LANGUAGES", {})
     assert render_reply("```python\nif x: pass\n```").count("<span") == 1
 
 
