@@ -1,4 +1,4 @@
-"""`edgeinfer bench memory`: the speed that budgets cost, and quantized caches."""
+"""`edgeinfer bench memory`: the speed that budgets cost."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 import edgeinfer
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, option, rotated
@@ -18,10 +14,8 @@ from edgeinfer.apps.bench.jobs import random_words
 from edgeinfer.apps.bench.memory_plans import PLANS, run_enclosed
 from edgeinfer.apps.bench.processes import run_job
 from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, commands, run_facts
-from edgeinfer.apps.bench.texts import read_stories, story_ids
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options import format_size
-from edgeinfer.core.options.load import ONNX_KV_TYPES
 
 # Help and description of `edgeinfer bench memory` itself.
 GROUP = (
@@ -187,74 +181,6 @@ def _smallest_budgets(ran: Sequence[Point]) -> Iterator[Paragraph]:
         yield Paragraph(f"{words}; at all: {format_size(least)}.")
 
 
-# Tokens of a repeated passage that are given before the model has to predict the rest of it.
-_HINT = 8
-
-
-@dataclass(frozen=True)
-class KVOptions:
-    """Stories to read, and the model that reads them."""
-
-    text: Path = option("--text FILE", help="stories to read")
-    model: str | None = option(
-        "-m",
-        "--model MODEL",
-        default=None,
-        help="bundle directory or hub id ORG/NAME (default: the small built-in story model)",
-    )
-    stories: int = option("--stories N", default=40, help="number of stories, counted from the end")
-
-
-def compare_caches(model: str | None, stories: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the stories with every type of cache, float32 first; figures of each against that one. Copied tokens are
-    those of a passage that comes a second time. The error of attention is the root mean square over layers of the
-    relative error of attention's output."""
-    errors = {error.kv: error.mean for error in edgeinfer.tools.measure_kv(model, stories)}
-    rows: list[dict[str, Any]] = []
-    with edgeinfer.load(model, kv="float32", speculation="off") as plain:
-        windows = [story_ids(plain, story) for story in stories]
-        for kv in [kv for kv in ONNX_KV_TYPES if kv == "float32" or kv in errors]:
-            with edgeinfer.load(model, kv=kv, speculation="off") as loaded:
-                found = edgeinfer.evaluate(loaded, windows, reference=plain)
-                copied = np.concatenate([_copied(loaded, ids) for ids in windows])
-            assert found.divergence is not None, "there is a reference"
-            row = {"model": "tales" if model is None else Path(model).name, "kv": kv, "perplexity": found.perplexity}
-            row["change"] = found.perplexity / (rows[0]["perplexity"] if rows else found.perplexity) - 1
-            row |= {"agreement": found.divergence.agreement, "copied": float(copied.mean())}
-            rows.append(row | {"attention_error": errors.get(kv, 0.0), "tokens": len(found.logprobs)})
-    return rows
-
-
-def _copied(model: edgeinfer.Model, ids: Sequence[int]) -> NDArray[np.bool_]:  # (C,)
-    """Whether the most likely token is the right one, at each place of a passage that is repeated."""
-    begin = len(model.begin_ids)
-    passage = list(ids[begin : begin + (model.context - begin) // 2])
-    likely = np.concatenate([rows.argmax(axis=1) for rows in model.logits([*ids[:begin], *passage, *passage])])
-    right: NDArray[np.bool_] = likely[begin + len(passage) + _HINT - 1 : -1] == np.array(passage[_HINT:])
-    return right
-
-
-def _run_kv(options: KVOptions, context: BenchContext) -> BenchResult:
-    return BenchResult({"caches": compare_caches(options.model, read_stories(options.text, options.stories))})
-
-
-def kv_section(data: Any) -> Section:
-    """Predictions with smaller caches."""
-    rows = tuple(
-        (
-            f"{each['model']}, {each['kv']}",
-            f"{each['perplexity']:.4f}",
-            f"{each['change']:+.3%}",
-            *(f"{each[name]:.2%}" for name in ("agreement", "copied", "attention_error")),
-        )
-        for each in data["caches"]
-    )
-    header = ("cache", "perplexity", "change", "same next token", "copied", "error of attention")
-    caption = "Caches in fewer bits; copied: tokens predicted where a passage comes a second time"
-    facts = (("Tokens", str(data["caches"][0]["tokens"])), *run_facts(data))
-    return Section("Quantized caches", facts, (Table(caption, header, rows),), commands(data))
-
-
 SMALLEST = Benchmark(
     "memory smallest",
     "speed against budget",
@@ -269,12 +195,4 @@ example:
     smallest_section,
     loads=True,
 )
-KV = Benchmark(
-    "memory kv",
-    "what quantized caches cost in quality",
-    "Measure how quantized caches change predictions.\n\nexample:\n  edgeinfer bench memory kv --text STORIES\n",
-    KVOptions,
-    _run_kv,
-    kv_section,
-)
-MEMORY = (PLANS, SMALLEST, KV)
+MEMORY = (PLANS, SMALLEST)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from edgeinfer.tools.cache_policies import CacheLoss, CacheTuning, Foreseen, tune_cache
     from edgeinfer.tools.devices import DeviceTuning, PartGain, forget_tuning, list_devices, measure_device, tune_device
     from edgeinfer.tools.drafters import DrafterGain, DraftersTuning, tune_drafters
-    from edgeinfer.tools.evaluation import Divergence, Evaluation, evaluate, measure_kv
+    from edgeinfer.tools.evaluation import Divergence, Evaluation, evaluate
     from edgeinfer.tools.measuring import (
         drafting_state,
         expert_counts,
@@ -31,7 +31,7 @@ __all__ = [
     "CacheLoss", "CacheTuning", "DeviceTuning", "Divergence", "DrafterGain", "DraftersTuning", "EntropyFacts",
     "Evaluation", "Foreseen", "PartGain", "ReplyReading", "SkipLevel", "SteeringGain", "TuneResult", "TunedSettings",
     "WorkTimes", "drafting_state", "evaluate", "expert_counts", "forget_tuning", "list_devices", "measure_decode",
-    "measure_device", "measure_kv", "measure_passes", "measure_prefill", "measure_work", "pass_work", "read_reply",
+    "measure_device", "measure_passes", "measure_prefill", "measure_work", "pass_work", "read_reply",
     "restore_drafting", "tune_cache", "tune_device", "tune_drafters", "tune_drafting", "tune_entropy",
     "tune_skips", "tune_steering",
 ]  # fmt: skip
@@ -41,7 +41,7 @@ _NAMES = {
     "cache_policies": "CacheLoss CacheTuning Foreseen tune_cache",
     "devices": "DeviceTuning PartGain TunedSettings forget_tuning list_devices measure_device tune_device",
     "drafters": "DrafterGain DraftersTuning tune_drafters",
-    "evaluation": "Divergence Evaluation evaluate measure_kv",
+    "evaluation": "Divergence Evaluation evaluate",
     "measuring": (
         "ReplyReading WorkTimes drafting_state expert_counts measure_decode measure_passes measure_prefill "
         "measure_work pass_work read_reply restore_drafting"

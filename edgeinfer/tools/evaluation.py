@@ -21,11 +21,7 @@ from edgeinfer.loading import located
 from edgeinfer.model import Model
 from edgeinfer.nn.arithmetic import log_softmax
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.kv_cache.errors import AttentionError, attention_errors
-from edgeinfer.runtime.text.special_tokens import LiteralEncoder
-from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.runtime.text.vocabularies import vocabulary_difference
-from edgeinfer.tokenizing import boundary_ids
 
 # Rows of logits in float64 at a time: of a vocabulary of 152k they are 20 MB, of which there are a few.
 _ROWS = 16
@@ -331,33 +327,3 @@ def _counter(progress: Callable[[str, int, int], None] | None, total: int) -> Ca
             progress("reading", done, total)
 
     return report
-
-
-_TOKENS = 256
-
-
-def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[AttentionError]:
-    """Measures how much smaller KV caches change each layer's attention on these texts, in plain numpy: slowly.
-
-    Args:
-        model: bundle directory or hub id; None is the built-in model.
-        texts: cut at 256 tokens each.
-
-    Raises:
-        UsageError: the model has float32 caches alone, or there is no text.
-        ModelError: as `edgeinfer.load`.
-    """
-    bundle = open_bundle(located(model, LoadOptions()))
-    if not bundle.manifest.tensors:
-        raise UsageError(f"{bundle.path} has no smaller KV cache than float32.", "Export the model natively.")
-    ids = [text[: min(_TOKENS, bundle.manifest.geometry.max_positions)] for text in _tokens(bundle, texts)]
-    if not any(ids):
-        raise UsageError("There is no text to measure with.", "Give some text.")
-    return attention_errors(bundle, [text for text in ids if text])
-
-
-def _tokens(bundle: Bundle, texts: Sequence[str]) -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
-    _, ends = boundary_ids(bundle)
-    encoder = LiteralEncoder(tokenizer, ends)
-    return [encoder.literal(text, add_special_tokens=True) for text in texts]

@@ -17,12 +17,11 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import edgeinfer
-from edgeinfer import tools
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import ModelError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.tools.evaluation import Divergence, Evaluation, compare_predictions, read_predictions
-from tests.cache import export_checkpoint, made
+from tests.cache import export_checkpoint
 from tests.factories import make_bigram_bundle, make_checkpoint
 from tests.tables import each_row
 
@@ -205,17 +204,3 @@ def make_random(folder: Path) -> None:
 
 def make_bigrams(folder: Path) -> None:
     make_bigram_bundle(folder / "bundle")
-
-
-def test_every_type_of_cache_has_an_error_and_wider_ones_a_smaller() -> None:
-    errors = {error.kv: error for error in tools.measure_kv(made(make_random) / "bundle", TEXTS)}
-    assert [*errors] == ["float16", "int8", "int4"]
-    assert 0 < errors["float16"].mean < 0.001 < errors["int8"].mean < 0.02 < errors["int4"].mean < 0.1
-    assert all(len(error.layers) == 3 and max(error.layers) >= error.mean for error in errors.values())
-
-
-def test_what_cannot_be_measured() -> None:
-    with pytest.raises(UsageError, match="no text"):
-        tools.measure_kv(made(make_random) / "bundle", [])
-    with pytest.raises(UsageError, match="no smaller KV cache than float32"):
-        tools.measure_kv(made(make_bigrams) / "bundle", TEXTS)

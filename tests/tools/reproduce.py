@@ -37,7 +37,6 @@ from edgeinfer.apps.bench.render import (
     markdown_table,
     run_facts,
 )
-from edgeinfer.apps.bench.texts import STORIES_FILE
 from edgeinfer.core.errors import BackendError, EdgeInferError, UsageError
 from edgeinfer.core.options import format_size
 from tests.tools.cost_expanded import expand_checkpoint
@@ -147,11 +146,6 @@ def _quality(places: Places) -> list[str]:
     return ["bench", "quality", *models, *widths, "--data", str(places.data), *sizes]
 
 
-def _kv(places: Places) -> list[str]:
-    text = ["--text", str(Path(str(places.data), STORIES_FILE))]
-    return ["bench", "memory", "kv", *text, "--stories", "2" if places.quick else "40"]
-
-
 def _tune(places: Places) -> list[str]:
     return ["tune", "--json", *(["--quick", "--evaluations", "8"] if places.quick else [])]
 
@@ -182,7 +176,6 @@ RUNS = (
     Run("memory-plans", "random plans, each inside an enforced limit", 30, _plans),
     Run("memory-smallest", "speed against budget, at the shape of a 0.5B", 6, _smallest),
     Run("quality", "what fewer bits cost", 8, _quality, needs=("checkpoints", "data")),
-    Run("kv", "caches in fewer bits", 1, _kv, needs=("data",)),
     Run("tune", "what tuning the built-in model gains", 3, _tune, ()),
 )
 

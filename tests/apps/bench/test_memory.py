@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import edgeinfer
 from edgeinfer.apps.bench import memory, memory_plans
 from edgeinfer.apps.bench.jobs import fill_context
-from edgeinfer.apps.bench.memory import Point, Smallest, SmallestOptions, compare_caches, keeps, smallest_section
+from edgeinfer.apps.bench.memory import Point, Smallest, SmallestOptions, keeps, smallest_section
 from edgeinfer.apps.bench.memory_plans import (
     PlanCase,
     PlannedModel,
@@ -26,11 +25,9 @@ from edgeinfer.apps.bench.memory_plans import (
 from edgeinfer.apps.bench.render import print_section
 from edgeinfer.apps.cli.main import main
 from edgeinfer.core.errors import UsageError
-from edgeinfer.export.options import ExportConfig
 from edgeinfer.hub import resolve
 from tests.apps.bench.here import watch_here
-from tests.cache import export_checkpoint
-from tests.factories import make_bigram_bundle, make_checkpoint
+from tests.factories import make_bigram_bundle
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
 BUILTIN = PlannedModel("built-in", str(resolve(None)), 5_000_000, 1024, "x", (str(resolve(None)),))
@@ -156,32 +153,3 @@ def test_budgets_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert first["budget"] > last["budget"] and first["runs"][0]["peak_rss"] > 10e6
     assert "Smallest budget with 95% of the best speed" in capsys.readouterr().out
     assert main(["bench", "memory", "smallest", "-c", "128"]) == 2
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kv-quality")
-    make_checkpoint(folder / "model", "llama")
-    return export_checkpoint(folder / "model", folder / "bundle", ExportConfig(bits=4, calibration="none"))
-
-
-def test_caches_are_compared_with_float32(bundle: Path) -> None:
-    plain, half, eight, four = compare_caches(str(bundle), STORIES)
-    assert [each["kv"] for each in (plain, half, eight, four)] == ["float32", "float16", "int8", "int4"]
-    assert (plain["change"], plain["agreement"], plain["attention_error"]) == (0, 1, 0)
-    with edgeinfer.load(bundle, speculation="off") as model:
-        texts = [model.begin_ids + model.tokenize(story) for story in STORIES]
-        scores = [model.score(ids) for ids in texts]
-    nll = sum(np.log(s.perplexity) * (len(ids) - 1) for s, ids in zip(scores, texts, strict=True))
-    assert plain["tokens"] == sum(len(ids) - 1 for ids in texts)
-    assert plain["perplexity"] == pytest.approx(float(np.exp(nll / plain["tokens"])))
-    assert abs(half["change"]) < abs(four["change"]) and 0 < abs(eight["change"]) < abs(four["change"])
-    assert eight["agreement"] > four["agreement"]
-    assert 0 < half["attention_error"] < eight["attention_error"] < four["attention_error"] < 0.1
-
-
-def test_a_model_with_float32_caches_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = make_bigram_bundle(tmp_path / "bigrams")
-    (tmp_path / "text").write_text(STORIES[0])
-    assert main(["bench", "memory", "kv", "-m", str(path), "--text", str(tmp_path / "text")]) == 2
-    assert "has no smaller KV cache than float32." in capsys.readouterr().err

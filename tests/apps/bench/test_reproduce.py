@@ -80,42 +80,44 @@ def test_every_run_has_its_command(places: Places) -> None:
 
 
 def header(**facts: Any) -> dict[str, Any]:
-    cache = {"model": "m", "kv": "int8", "perplexity": 9.0, "change": 0.01, "agreement": 0.9, "copied": 0.7}
-    return run_header("memory-kv", "old") | {"caches": [cache | {"attention_error": 0.01, "tokens": 5}]} | facts
+    parts = {"decode": {"usual_ms": 2.0, "tuned_ms": 1.6, "ratio": 1.25}}
+    return (
+        run_header("tune", "old") | {"device": {"threads": 1, "parts": parts, "settings": {}, "attempts": []}} | facts
+    )
 
 
 def test_results_are_kept_without_folders(places: Places, tmp_path: Path) -> None:
     words = {str(places.data): "DATA", str(tmp_path): "HERE"}
-    keep(tmp_path, "kv", header(where=[f"{places.data}/x", {str(tmp_path / "y"): "none"}]), {"command": "new"}, words)
-    data = read_result(tmp_path, "kv")
+    keep(tmp_path, "tune", header(where=[f"{places.data}/x", {str(tmp_path / "y"): "none"}]), {"command": "new"}, words)
+    data = read_result(tmp_path, "tune")
     assert data["where"] == ["DATA/x", {"HERE/y": "none"}]
-    assert (data["command"], data["benchmark"]) == ("new", "memory-kv")
+    assert (data["command"], data["benchmark"]) == ("new", "tune")
     # A result without a header gets one; each row of a list repeats the facts.
-    keep(tmp_path, "tune", {"device": None}, {"quick": True}, {})
-    assert read_result(tmp_path, "tune")["benchmark"] == "tune"
+    keep(tmp_path, "other", {"device": None}, {"quick": True}, {})
+    assert read_result(tmp_path, "other")["benchmark"] == "other"
     keep(tmp_path, "speed", [{"a": 1}, {"a": 2}], {"command": "new"}, {})
     assert [row["command"] for row in read_result(tmp_path, "speed")] == ["new", "new"]
     assert redact(data, {}) == data
 
 
 def test_tables_come_from_results(tmp_path: Path) -> None:
-    text = "a\n<!-- results:kv -->\nold\n<!-- /results -->\nb\n<!-- results:tune -->\n<!-- /results -->\n"
-    assert "Not measured yet: `python -m tests.tools.reproduce --only kv`." in fill(text, tmp_path)
-    keep(tmp_path, "kv", header(), {"command": "edgeinfer it", "quick": True}, {})
-    assert "Not measured yet" in block(tmp_path, "kv"), "quick figures are shown"
-    keep(tmp_path, "kv", header(), {"command": "edgeinfer it"}, {})
+    text = "a\n<!-- results:tune -->\nold\n<!-- /results -->\nb\n<!-- results:curve -->\n<!-- /results -->\n"
+    assert "Not measured yet: `python -m tests.tools.reproduce --only tune`." in fill(text, tmp_path)
+    keep(tmp_path, "tune", header(), {"command": "edgeinfer it", "quick": True}, {})
+    assert "Not measured yet" in block(tmp_path, "tune"), "quick figures are shown"
+    keep(tmp_path, "tune", header(), {"command": "edgeinfer it"}, {})
     filled = fill(text, tmp_path)
-    assert "| m, int8 | 9.0000 | +1.000% | 90.00% | 70.00% | 1.00% |" in filled and "`edgeinfer it`" in filled
+    assert "| decode | 2.00 | 1.60 | 1.25 |" in filled and "`edgeinfer it`" in filled
     assert "old" not in filled and filled.count("/results") == 2 and fill(filled, tmp_path) == filled
     page = tmp_path / "page.md"
     page.write_text(text)
-    assert main(["--readme", str(page), "--out", str(tmp_path)]) == 0 and "| m, int8 |" in page.read_text()
+    assert main(["--readme", str(page), "--out", str(tmp_path)]) == 0 and "| decode |" in page.read_text()
 
 
 @needs_builtin
 def test_a_run_is_made_once(places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands_here(monkeypatch, "tests.tools.reproduce")
-    failed = reproduce(Run("kv", "", 1, lambda _: ["bench", "speed", "-m", "none"]), places, tmp_path, again=False)
+    failed = reproduce(Run("tune", "", 1, lambda _: ["bench", "speed", "-m", "none"]), places, tmp_path, again=False)
     assert failed.startswith("failed") and "exit code" in failed and not list(tmp_path.glob("*.json"))
     arguments = ["bench", "speed", "-p", "8", "-n", "4", "-r", "1"]
     run = Run("speed", "", 1, lambda _: arguments, output=("-o", "json", "--out"))
