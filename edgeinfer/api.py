@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Unpack
 
+from edgeinfer.bundle.embedding import ENCODER
 from edgeinfer.core.options.load import LoadOptions
 from edgeinfer.core.options.types import LoadDict
 from edgeinfer.core.results import Progress
@@ -18,7 +19,7 @@ from edgeinfer.tokenizing import chat_template
 
 
 def load(model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadDict]) -> Model:
-    """Load a model.
+    """Load a model, which generates text, or makes embeddings or scores.
 
     Args:
         model: a bundle or checkpoint directory, a .gguf file, ORG/NAME of the hub or a name of `catalog`; None is the
@@ -35,6 +36,11 @@ def load(model: str | Path | None = None, *, progress: Progress | None = None, *
     started = time.perf_counter()
     with allocating("The model"):
         facts, planned = within_budget(open_model(model, config, progress), config)
+
+    if facts.backend == ENCODER:
+        from edgeinfer.encoder_model import EncoderModel
+
+        return EncoderModel(facts, planned or plan_of(facts, config, loading=True), config, started, progress)
 
     def make(started: float, plan: MemoryPlan | None) -> ModelParts:
         return make_parts(facts, config, plan or planned, progress if plan is None else None, started)

@@ -46,6 +46,7 @@ from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.runtime.weights.verification import Verification
 
 if TYPE_CHECKING:
+    from edgeinfer.runtime.decoding.embedding import DecoderEmbedder
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
     from edgeinfer.runtime.remote.decoding import RemoteDeciding
     from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
@@ -63,6 +64,7 @@ class ModelParts:
     origin: Origin
     speculator: Speculator
     make_reduced: Callable[[], ReducedComputeStrategies]
+    make_embedder: Callable[[], DecoderEmbedder]
     ledger: Ledger
     verification: Verification  # of its files; replies wait for it
     threads: int

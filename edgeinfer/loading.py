@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.bundle.additions import read_heads
+from edgeinfer.bundle.embedding import ENCODER
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
@@ -52,6 +53,7 @@ from edgeinfer.runtime.weights.verification import Verification
 from edgeinfer.tokenizing import TOKENIZERS, boundary_ids, parsed_tokenizer, recommended_sampling
 
 if TYPE_CHECKING:
+    from edgeinfer.runtime.decoding.embedding import DecoderEmbedder
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
     from edgeinfer.runtime.remote.decoding import RemoteDeciding
 
@@ -100,6 +102,8 @@ def tuned(facts: BundleFacts, config: LoadOptions, settings: TunedSettings) -> B
 
 def plan_of(facts: BundleFacts, config: LoadOptions, *, all_ways: bool = False, loading: bool = False) -> MemoryPlan:
     """The memory plan of a model; arguments and errors as of `make_plan`."""
+    if facts.backend == ENCODER:  # it keeps nothing and drafts nothing
+        config = dataclasses.replace(config, speculation="off", prefix_cache=0, parallel=1, overflow="stop")
     speed = speed_model(facts, profiles_of(facts, config))
     return make_plan(facts, config, speed, all_ways=all_ways, loading=loading)
 
@@ -282,6 +286,7 @@ def _make_parts(
         origin=origin_of(bundle, plan.layout, facts.engine(), config.exact),
         speculator=speculator,
         make_reduced=lambda: _reduced(facts, plan, sequence, speculator, kept),
+        make_embedder=lambda: _embedder(sequence, bundle),
         ledger=_ledger(plan, sequence, speculator, parsed.bytes, make_replanner(facts, config, speed)),
         verification=verification,
         threads=facts.threads,
@@ -299,6 +304,12 @@ def _remote(
     from edgeinfer.runtime.remote.decoding import remote_deciding
 
     return remote_deciding(config, tokenizer, begin_ids, eos_ids)
+
+
+def _embedder(sequence: Sequence, bundle: Bundle) -> DecoderEmbedder:
+    from edgeinfer.runtime.decoding.embedding import DecoderEmbedder  # few programs need it
+
+    return DecoderEmbedder(sequence, bundle)
 
 
 def _reduced(

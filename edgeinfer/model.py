@@ -19,6 +19,7 @@ from edgeinfer.core.errors import ModelError, UnshareableError, UsageError
 from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.options.types import Prompt, ReplyDict
 from edgeinfer.core.results import ExpertUse, LoadCosts, ModelInfo, Placement, Result
+from edgeinfer.embedding import embed_texts, rank_documents
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts, resume, save
 from edgeinfer.model_thread import ModelThread
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from edgeinfer.context_model import ContextModel
     from edgeinfer.openai.contract import ChatCompletionChunk, ChatCompletionObject, ChatRequest
     from edgeinfer.runtime.tuning.measure import TokenScores
-
 
 StreamT = TypeVar("StreamT", bound=TokenStream)
 
@@ -294,6 +294,8 @@ class Model:
         special = config.parses_content
         ids = [self.tokenize_chat(each, fitting=True, parse_special=special) for each in conversations]
         return self._replies.all(ids, config, parallel)
+
+    embed, rerank = embed_texts, rank_documents
 
     def load_chat(self, path: str | Path) -> Chat:
         """Open a conversation saved with `Chat.save`, to continue it with this model; errors as `Chat.open`."""

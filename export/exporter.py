@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from edgeinfer.bundle.embedding import EMBEDDING, ENCODER
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, PORTABLE, WEIGHTS, Layout
 from edgeinfer.bundle.manifest import Capabilities, Manifest, QualityRecord, TensorEntry, capabilities_in
 from edgeinfer.bundle.opening import NESTED
@@ -21,14 +22,17 @@ from edgeinfer.core.options.load import FLOAT_BITS
 from edgeinfer.core.results import Progress
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec, require_graphs
+from edgeinfer.export.architectures.encoders import use_of, with_modules
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.architectures.tensors import adaptable_modules
 from edgeinfer.export.drafters.described import ModuleSource
 from edgeinfer.export.drafters.opening import ModuleTarget, OpenedModule, open_module, write_module
 from edgeinfer.export.graph.decoder import decoder_graphs
+from edgeinfer.export.graph.encoder import encoder_graphs
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
+from edgeinfer.export.source.sentence_transformers import read_modules
 from edgeinfer.export.source.sidecar import Sidecar, read_sidecar
 from edgeinfer.export.weights.calibrated import write_weights
 from edgeinfer.export.weights.float_model import FloatModel
@@ -75,6 +79,10 @@ def export_native(
         checkpoint = opened.enter_context(Checkpoint(source))
         family = family.placed(checkpoint.names)
         spec = read_spec(hf_config, family, checkpoint)
+        modules = read_modules(source)
+        family, spec = with_modules(family, spec, checkpoint, modules)
+        if (use := use_of(hf_config, spec, modules)) is not None:
+            sidecar.files[EMBEDDING] = use.to_json()
         require_graphs(spec, config.layout)
         stored = describe(spec, hf_config, family, checkpoint)
         embed_scale = next(plan for plan in stored.plans if plan.name == "embed").sources[0].scale
@@ -84,6 +92,7 @@ def export_native(
         planned = PlannedTensors(checkpoint, described.plans)
         name = config.name or source.resolve().name
         architecture = hf_config.architecture or hf_config.model_type
+        check = check if spec.encoder is None else None
         conversion = _Conversion(
             config, name, architecture, sidecar, described, planned, stored.parameters, module, progress, check
         )
@@ -150,15 +159,15 @@ class _Conversion:
         manifest = Manifest(
             name=self.name,
             architecture=self.architecture,
-            backend="onnx",
+            backend="onnx" if spec.encoder is None else ENCODER,
             geometry=spec.geometry,
             parameters=self.parameters,
-            capabilities=capabilities_in(Capabilities(True, True, True), tensors, layout, spec.moe),
+            capabilities=capabilities_in(Capabilities(*(spec.encoder is None,) * 3), tensors, layout, spec.moe),
             decoder=spec,
             tensors=tensors,
             layout=layout,
             layout_version=LAYOUT_VERSIONS[layout],
-            exits=tuple(range(1, spec.num_layers + 1)),
+            exits=tuple(range(1, spec.num_layers + 1)) if spec.encoder is None else (),
             drafters=() if module is None else (NESTED,),
             export=config.options,
             plan=weights.record(),
@@ -167,7 +176,11 @@ class _Conversion:
         self.sidecar.write(work)
         with (work / WEIGHTS).open("wb") as file:
             write_weights(file, spec, self.tensors, tensors[: len(plans)], weights, stages["rounding"])
-        for name, graph in decoder_graphs(spec, tensors, layout, manifest.taps).items():
+        if spec.encoder is not None:
+            graphs = encoder_graphs(spec, tensors, layout)
+        else:
+            graphs = decoder_graphs(spec, tensors, layout, manifest.taps)
+        for name, graph in graphs.items():
             (work / name).write_bytes(graph)
         if module is not None:
             borrowed = {own: self.tensors.of(name) for own, name in module.described.borrowed.items()}

@@ -21,7 +21,7 @@ Signal = tuple[Floats, ...]
 # What a matrix becomes, given its name, its values (R, C) and what enters it; None: no token of the texts does.
 Visit = Callable[[str, Floats, InputStatistics | None], Floats]
 
-_UNCOMPUTED = ("kv_sources", "per_layer")  # parts of a decoder
+_UNCOMPUTED = ("kv_sources", "per_layer", "encoder")  # parts of a decoder
 
 
 def uncomputed(spec: DecoderSpec) -> list[str]:

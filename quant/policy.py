@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 from edgeinfer.bundle.kinds import KINDS, Segment, join_segments
 from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
 from edgeinfer.bundle.packing import BLOCK_SIZES
+from edgeinfer.bundle.tables import POSITIONS, TOKEN_TYPES
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.load import BITS, FLOAT_BITS
 
@@ -34,6 +35,9 @@ _ALWAYS_FLOAT = (
     ".streams.router",
     ".streams.predict",
     ".streams.correct",
+    # Tables that an encoder adds to its embeddings, which are small.
+    POSITIONS,
+    TOKEN_TYPES,
 )
 # GGUF's types for rows of whole blocks of 256, and of 32; those that have minima.
 _WIDE_KINDS = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K")

@@ -42,6 +42,7 @@ _GROUPS = {
         "chat": "chat with a model in a window, the browser or the terminal",
         "serve": "serve a model to other programs through OpenAI's API",
         "batch": "answer a file of requests",
+        "embed": "make embeddings of texts, or rank documents for a query",
     },
     "choose a model": {
         "models": "list and remove models on this machine, or show a catalog of good ones",

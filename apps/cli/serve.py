@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.apps.cli.inputs import prepared, read_text
 from edgeinfer.apps.cli.options import add_load_options, load_options
@@ -44,7 +44,7 @@ def add_serve(commands: Subparsers) -> None:
     _add_server_options(parser)
     parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
     parser.advanced("--inter-token-latency", "--sse-ping-interval", "--idle-unload", "--context-file", "--responses")
-    parser.advanced("--downloads", "--verbose")
+    parser.advanced("--downloads", "--embedding-model", "--verbose")
     add_load_options(parser, remote=True)
     add_json_option(parser)
 
@@ -71,6 +71,8 @@ def _add_server_options(parser: Parser) -> None:
     text = "on: keep responses, at most 64 MB, in a private file, so that requests to /v1/responses may continue them"
     text += "; off, or --no-remember: keep none (default: on)"
     group.add_argument("--responses", choices=("on", "off"), default="on", help=text)
+    text = "model that makes embeddings or scores for /v1/embeddings and /v1/rerank next to it; can be repeated"
+    group.add_argument("--embedding-model", action="append", default=[], metavar="MODEL", help=text)
     text = "text file that requests may name in `contexts`, which the model reads once; can be repeated"
     group.add_argument("--context-file", type=Path, action="append", default=[], metavar="FILE", help=text)
     text = "unload the model after this many seconds without a request; the next one loads it again (default: never)"
@@ -92,7 +94,10 @@ def _add_server_options(parser: Parser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    import asyncio  # 4 MB that other commands save
+
     from edgeinfer.apps.server.app import make_app
+    from edgeinfer.apps.server.embeddings import Embedders
     from edgeinfer.apps.server.host import ModelHost
     from edgeinfer.apps.server.responses import ResponseStore
     from edgeinfer.apps.server.security import Security
@@ -117,7 +122,10 @@ def execute(args: argparse.Namespace) -> int:
     urls: list[str] = []
     switch = ModelSwitch(host, name, options, queue=args.queue) if args.models == "on" else None
 
+    embedders = Embedders(args.embedding_model, {"threads": args.threads} if args.threads else {})
+
     async def load() -> None:
+        await asyncio.to_thread(embedders.load)
         model = await host.load(name, options)
         if switch is not None:
             switch.opened = True
@@ -131,7 +139,12 @@ def execute(args: argparse.Namespace) -> int:
 
     keeps = args.responses == "on" and options.get("remember", True)
     store = ResponseStore(user_data() / "edgeinfer" / "responses") if keeps else None
-    kept = {"contexts": args.context_file, "store": store, "downloads": args.downloads == "on"}
+    kept: dict[str, Any] = {
+        "contexts": args.context_file,
+        "embedders": embedders,
+        "store": store,
+        "downloads": args.downloads == "on",
+    }
     app = make_app(host, security, aliases=args.alias, switch=switch, **kept)
     Server(app, args.host, args.port, ready=urls.append, alongside=load, stopping=stop).run()
     return 0

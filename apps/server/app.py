@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Route
 from edgeinfer import Context
 from edgeinfer.apps.server.anthropic import ANTHROPIC_KINDS, count_tokens
 from edgeinfer.apps.server.completions import OPENAI_KINDS, completion_endpoint
+from edgeinfer.apps.server.embeddings import Embedders, EmbeddingEndpoints
 from edgeinfer.apps.server.errors import error_response
 from edgeinfer.apps.server.guard import Guard, KeyRequired
 from edgeinfer.apps.server.host import ModelHost
@@ -40,6 +41,7 @@ def make_app(
     aliases: Sequence[str] = (),
     switch: ModelSwitch | None = None,
     contexts: Sequence[Path] = (),
+    embedders: Embedders | None = None,
     store: ResponseStore | None = None,
     downloads: bool = False,
     extra_routes: Sequence[BaseRoute] = (),
@@ -47,6 +49,7 @@ def make_app(
     """Make the application; it closes the host when it ends. Without `switch`, only the loaded model is served;
     requests may name the files of `contexts` by their names; without `store`, no response is kept, and without
     `downloads` clients can have no model fetched."""
+    embedding = embedders or Embedders()
     local = NamedModels(None if switch is None else switch.source, tuple(aliases))
     service = Service(host, security, tuple(aliases), switch, local, contexts=_by_name(contexts))
     responses, models = ResponseEndpoints(service, store), ModelActions(service, fetches=downloads)
@@ -61,10 +64,15 @@ def make_app(
             await responses.close()
             await models.close()
             await host.close()
+            embedding.close()
             service.readers.shutdown(wait=False)
 
     app = Starlette(
-        routes=[*_routes(service, responses, models), *extra_routes, Route("/", InfoEndpoints(service).root)],
+        routes=[
+            *_routes(service, responses, models, embedding),
+            *extra_routes,
+            Route("/", InfoEndpoints(service).root),
+        ],
         middleware=[Middleware(Guard, security=security, metrics=service.metrics)],
         exception_handlers={HTTPException: _http_error, EdgeInferError: _error},
         lifespan=lifespan,
@@ -83,10 +91,12 @@ def _by_name(files: Sequence[Path]) -> dict[str, Context]:
     return contexts
 
 
-def _routes(service: Service, responses: ResponseEndpoints, models: ModelActions) -> list[BaseRoute]:
+def _routes(
+    service: Service, responses: ResponseEndpoints, models: ModelActions, embedders: Embedders
+) -> list[BaseRoute]:
     """Make the routes, with and without /v1 as llama-server has them; health needs no key."""
     facts, llama, ollama = InfoEndpoints(service), LlamaEndpoints(service), OllamaEndpoints(service)
-    count = partial(count_tokens, service)
+    count, embedding = partial(count_tokens, service), EmbeddingEndpoints(service, embedders)
     keys = service.security.api_keys
     key = [Middleware(KeyRequired, uses=[KeyUse(key) for key in keys])] if keys else []
     kinds = {**OPENAI_KINDS, **LLAMA_KINDS, **verify_kinds(VerifySessions())}
@@ -98,10 +108,15 @@ def _routes(service: Service, responses: ResponseEndpoints, models: ModelActions
         routes.append(Route(f"{prefix}/health", facts.health))
         table += [("GET", _under(prefix, {**models.asked, **facts.asked, **llama.asked, **responses.asked}))]
         posted = {**models.posted, **facts.posted, **llama.posted, **completions, **responses.posted}
+        posted |= embedding.posted
         table += [("POST", _under(prefix, posted))]
         table += [("DELETE", _under(prefix, responses.deleted))]
     table += [("POST", {**messages, "/v1/messages/count_tokens": count})]
-    table += [("GET", ollama.asked), ("POST", {**ollama.posted, **models.pulled}), ("DELETE", ollama.deleted)]
+    table += [
+        ("GET", ollama.asked),
+        ("POST", {**ollama.posted, **models.pulled, **embedding.ollama}),
+        ("DELETE", ollama.deleted),
+    ]
     for method, endpoints in table:
         routes += [Route(path, endpoint, methods=[method], middleware=key) for path, endpoint in endpoints.items()]
     return routes

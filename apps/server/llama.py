@@ -293,10 +293,7 @@ def _entry(logprob: TokenLogprob) -> Event:
 
 # Refusals by path.
 _REFUSED = {
-    "/embeddings": "{name} generates text and has no embeddings.",
-    "/embedding": "{name} generates text and has no embeddings.",
-    "/rerank": "{name} generates text and cannot rerank documents.",
-    "/reranking": "{name} generates text and cannot rerank documents.",
+    "/embedding": "Embeddings are made at /v1/embeddings.",
 }
 _OTHER = "Use another model."
 

@@ -291,8 +291,6 @@ _REFUSED = {
     "/api/create": ("Clients cannot make models.", _KEEP),
     "/api/copy": ("Clients cannot copy models.", _KEEP),
     "/api/delete": ("Clients cannot delete models.", _KEEP),
-    "/api/embed": ("Models here generate text and have no embeddings.", "Use another server."),
-    "/api/embeddings": ("Models here generate text and have no embeddings.", "Use another server."),
 }
 # A time that clients take for never.
 _NEVER_S = 100 * 365 * 86400

@@ -70,6 +70,11 @@ outputs
                                                  with a mixture of experts
   present_key.{i}, present_value.{i}  as the past        bound to the buffer of the past; not of a paged graph
 
+An encoder's graph reads B texts of S tokens, the shorter ones padded, and keeps nothing: input_ids, position_ids and
+token_types int64 (B, S), attention_bias float32 (B, 1, 1, S), window_bias (B, 1, S, S), the rotary tables, and
+  pooling                float32 (B, 1, S)       what hidden states are multiplied by and summed: a text's pooled vector
+and gives `pooled` float32 (B, 1, D), the vector or the scores after the products behind the pooling.
+
 A masked attention block leaves the hidden states, and pool or KV buffer, as they are; a masked MLP the hidden states.
 """
 
@@ -108,6 +113,9 @@ EXPERT_IDS = "expert_ids"
 LOGITS = "logits"
 HIDDEN_OUT = "hidden_out"
 TAPPED = "tapped"
+TOKEN_TYPES = "token_types"
+POOLING = "pooling"
+POOLED = "pooled"
 # Operators of the native layout, version 1.
 NATIVE_DOMAIN = "edgeinfer"
 # Slots of a page.

@@ -337,7 +337,7 @@ class Manifest:
 
     name: str
     architecture: str
-    backend: str  # "onnx", "onnx-static", "onnx-optimum" or "llamacpp"
+    backend: str  # "onnx", "onnx-encoder", "onnx-static", "onnx-optimum" or "llamacpp"
     geometry: Geometry
     parameters: int
     capabilities: Capabilities

@@ -137,6 +137,40 @@ class LatentSpec:
         return self.rank + self.rotary_size
 
 
+@dataclass(frozen=True)
+class DenseSpec:
+    """A product behind an encoder's pooling: act(W x + b), normed where it says so."""
+
+    size: int
+    activation: Literal["", "tanh", "gelu", "silu"] = ""
+    bias: bool = True
+    norm: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.size > 0, "a product behind the pooling needs a size")
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """What makes layers an encoder: every token attends to all of its text, or to the window around it, and nothing is
+    kept. A text's vector, pooled of the last hidden states, goes through the products of `dense`."""
+
+    positions: int = 0  # rows of a learned table that is added to the embeddings; 0 where there is none
+    first_position: int = 0  # row of a text's first token
+    token_types: int = 0  # rows of another, by the part of the text: 0, and 1 for the second of a pair
+    embed_norm: bool = False  # the sum of all embeddings is normed
+    sums_normed: bool = False  # norms are of the sums with the residual (BERT); the decoder's post_norm says where
+    dense: tuple[DenseSpec, ...] = ()
+    scores: bool = False  # the last product gives scores of a text or a pair (a reranker), not a vector
+
+    def __post_init__(self) -> None:
+        _require(
+            min(self.positions, self.first_position, self.token_types) >= 0,
+            "tables of an encoder must be 0 or positive",
+        )
+        _require(bool(self.dense) or not self.scores, "scores come from a product")
+
+
 RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"]
 
 

@@ -10,6 +10,7 @@ from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.bundle.parts import (
     ConvSpec,
     DeltaSpec,
+    EncoderSpec,
     HeadsSpec,
     LatentSpec,
     LayerHeads,
@@ -99,6 +100,7 @@ class DecoderSpec:
     # Share of each layer's gate values that is cut off, as if they were normally distributed; the rest are counted from
     # the cutoff. 0 cuts nothing. Empty where no layer cuts.
     sparsity: tuple[float, ...] = ()
+    encoder: EncoderSpec | None = None  # these layers as an encoder; None where they are a decoder
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -134,6 +136,8 @@ class DecoderSpec:
         plain = self.pre_norm and self.post_norm and not (self.parallel or self.mixers or self.moe or self.latent)
         alone = self.per_layer is not None and plain and not self.layer_scales and not self.norm_bias
         _require(self.streams is None or alone, "streams are combined with per-layer embeddings and norms alone")
+        others = self.mixers or self.moe or self.latent or self.kv_sources or self.per_layer or self.streams
+        _require(self.encoder is None or not (others or self.parallel), "an encoder has attention and MLPs alone")
         check_heads([self.heads(layer) for layer in range(len(self.kv_sources or self.windows or (0,)))])
 
     def _check_latent(self) -> None:

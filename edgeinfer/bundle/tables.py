@@ -32,6 +32,8 @@ from edgeinfer.core.records import dataclass
 
 # The table of per-layer embeddings: a row for each token and layer, all rows of a token in sequence.
 PER_LAYER_TABLE = "embed.per_layer"
+# The tables that an encoder adds to its embeddings.
+POSITIONS, TOKEN_TYPES = "embed.positions", "embed.token_types"
 # A blob that fills pages starts on one, so that mapping it touches no neighbour; small ones align to a cache line.
 PAGE_BYTES = 4096
 LINE_BYTES = 64
@@ -191,7 +193,7 @@ def stored_tensors(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 def is_looked_up(name: str) -> bool:
     """Whether a tensor is an embedding, of which a pass reads only the rows of its tokens."""
-    return name in ("embed", PER_LAYER_TABLE)
+    return name in ("embed", PER_LAYER_TABLE, POSITIONS, TOKEN_TYPES)
 
 
 def file_bytes(tensors: Iterable[TensorEntry]) -> int:
@@ -253,6 +255,11 @@ def _needed_shapes(decoder: DecoderSpec, module: DraftModule | None) -> Iterator
     if (streams := decoder.streams) is not None:
         yield "streams.enter", ((streams.count - 1) * hidden, hidden)
         yield "streams.leave", ((streams.count - 1) * hidden, hidden)
+    if (encoder := decoder.encoder) is not None:
+        tables = ((POSITIONS, encoder.positions), (TOKEN_TYPES, encoder.token_types))
+        yield from ((name, (rows, hidden)) for name, rows in tables if rows)
+        sizes = (hidden, *(each.size for each in encoder.dense))
+        yield from ((f"dense.{place}", (sizes[place + 1], size)) for place, size in enumerate(sizes[:-1]))
     for layer in range(decoder.num_layers):
         doubled = layer == 0 and module is not None and module.concatenated
         yield from _mixer_shapes(decoder, layer, 2 * hidden if doubled else hidden)

@@ -6,12 +6,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.reply import SchemaClass
 from edgeinfer.core.records import dataclass, listed
 from edgeinfer.core.version import SAMPLING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 Placement = Literal["parallel", "sequence"]
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -180,6 +185,30 @@ class ModelInfo:
     # When its files were compared with their digests: "now", "before" where large ones have not changed since, "first"
     # where a file without a digest was trusted, "pending" before the first token.
     verified: str = ""
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Vectors of texts."""
+
+    vectors: NDArray[np.float32]  # (N, D)
+    tokens: int  # of all texts, with those that the tokenizer adds
+
+
+@dataclass(frozen=True)
+class RankedDocument:
+    """A document and how well it answers a query."""
+
+    index: int  # among the documents that were given
+    score: float  # from 0 to 1
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Documents by how well they answer a query."""
+
+    documents: tuple[RankedDocument, ...]  # the best first
+    tokens: int  # of all that was read
 
 
 @dataclass(frozen=True)

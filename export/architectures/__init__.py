@@ -6,6 +6,7 @@ import re
 
 from edgeinfer.export.architectures import gemma, latent, layer_norm, lfm, llama, mamba, mixtures, qwen, shared_mixtures
 from edgeinfer.export.architectures.base import Architecture
+from edgeinfer.export.architectures.encoders import find_encoder
 from edgeinfer.export.architectures.refused import refusal
 from edgeinfer.export.source.hf_config import HFConfig
 
@@ -17,6 +18,8 @@ ARCHITECTURES = tuple({family.classes: family for family in _FOUND}.values())
 
 def find_architecture(config: HFConfig) -> Architecture:
     """Finds a config's family by its model class, or by its model type if it names no class or the base model's."""
+    if (encoder := find_encoder(config)) is not None:
+        return encoder
     for family in ARCHITECTURES:
         if config.architecture in family.classes:
             return family

@@ -262,7 +262,7 @@ class _PagedAttention(Attention):
         return graph.op("Concat", parts, f"{prefix}.qkv.centred", axis=-1)
 
 
-class _BufferedAttention(Attention):
+class BufferedAttention(Attention):
     """GroupQueryAttention, with nodes before it for what it lacks."""
 
     def declare_inputs(self, graph: GraphBuilder) -> None:
@@ -360,4 +360,4 @@ class _BufferedAttention(Attention):
 
 
 # By the layout of the weights that the graph reads.
-ATTENTIONS: dict[Layout, type[Attention]] = {NATIVE: _PagedAttention, PORTABLE: _BufferedAttention}
+ATTENTIONS: dict[Layout, type[Attention]] = {NATIVE: _PagedAttention, PORTABLE: BufferedAttention}

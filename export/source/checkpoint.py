@@ -93,6 +93,11 @@ class Checkpoint(OpenFiles):
         self._companions = {fp8_scale_name(name) for name in eights}
         self._companions |= {f"{name.removesuffix('weight')}activation_scale" for name in eights}
 
+    def include(self, folder: str) -> None:
+        """Adds the tensors of a file in a folder inside, by that folder's name and a slash before their own."""
+        inside = _read_header(self.folder / folder / _SINGLE)
+        self._tensors |= {f"{folder}/{name}": tensor for name, tensor in inside.items()}
+
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 

@@ -19,6 +19,7 @@ _BACKENDS = "edgeinfer.runtime.backends"
 # Modules and classes of the factories, imported when one is needed: a model is run by one of them.
 FACTORIES = {
     "onnx": (f"{_BACKENDS}.onnx.factory", "OnnxFactory"),
+    "onnx-encoder": (f"{_BACKENDS}.onnx.encoder", "EncoderFactory"),
     "onnx-static": (f"{_BACKENDS}.static.factory", "StaticFactory"),
     "onnx-optimum": (f"{_BACKENDS}.onnx.factory", "OptimumFactory"),
     "llamacpp": (f"{_BACKENDS}.llamacpp.factory", "LlamaCppFactory"),

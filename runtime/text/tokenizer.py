@@ -94,6 +94,20 @@ class Tokenizer:
         with self._encoding(text, parse_special):
             return self._ids(text, add_special_tokens)
 
+    def encode_several(
+        self, texts: Sequence[str | tuple[str, str]], most: int | None = None
+    ) -> list[tuple[list[int], list[int]]]:
+        """Token ids of texts or pairs, with special tokens around them, and which of a pair each belongs to; cut to
+        `most` tokens where that is given."""
+        whole = "".join(text if isinstance(text, str) else "".join(text) for text in texts)
+        with self._encoding(whole, parse_special=True):
+            if most is not None:
+                self._backend.enable_truncation(most)
+            try:
+                return [(each.ids, each.type_ids) for each in self._backend.encode_batch(list(texts))]
+            finally:
+                self._backend.no_truncation()
+
     def encode_between(self, parts: Sequence[str]) -> list[int]:
         with self._encoding("".join(parts), parse_special=False):
             if self._placeholders is None:

@@ -33,7 +33,7 @@ _FIRST_ROWS = 256
 _CONCAT_COPIES = 2
 # Largest set of a layer's activations alive at once, in widths of its widest linear: of our operators, and of
 # onnxruntime's, whose freed blocks do not all fit what comes next (docs/log/2026-11-26.md).
-_LIVE_WIDTHS, _PORTABLE_WIDTHS = 3, 6
+LIVE_WIDTHS, _PORTABLE_WIDTHS = 3, 6
 _FLOAT_BYTES = 4
 # Positions of a block of attention and what its scores lie apart; results of blocks that are kept apart at most, and
 # queries that share each reading of keys (runtime/native/attention.c).
@@ -87,7 +87,7 @@ class OnnxMemory:
             attention = _attention_scratch(manifest, rows, context, self.threads)
         else:
             # Ours is one operator, which holds them once; other graphs and numpy hold what each step makes of them.
-            copies = _LIVE_WIDTHS if self.floats or manifest.decoder is None else 1
+            copies = LIVE_WIDTHS if self.floats or manifest.decoder is None else 1
             attention = copies * _scores(manifest, rows, context)
         return Footprint(
             {
@@ -194,7 +194,7 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     hidden = geometry.hidden_size
     if decoder is None:
         # An opaque graph returns the logits of every row.
-        return _FLOAT_BYTES * chunk * (_LIVE_WIDTHS * 8 * hidden + geometry.vocab_size)
+        return _FLOAT_BYTES * chunk * (LIVE_WIDTHS * 8 * hidden + geometry.vocab_size)
     layers = range(decoder.num_layers)
     widest = 2 * max(decoder.mlp_size(layer) for layer in layers) + hidden
     if (moe := decoder.moe) is not None:
@@ -208,7 +208,7 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     biases = 2 if decoder.window_size else 1
     # Vectors of all layers, as a product, normed, looked up and added.
     vectors = 0 if decoder.per_layer is None else 4 * decoder.num_layers * decoder.per_layer.size
-    row = 2 * hidden + (_PORTABLE_WIDTHS if context else _LIVE_WIDTHS) * widest + biases * context + vectors
+    row = 2 * hidden + (_PORTABLE_WIDTHS if context else LIVE_WIDTHS) * widest + biases * context + vectors
     if (module := manifest.module) is None:
         return _FLOAT_BYTES * (chunk * (row + 2 * len(manifest.taps) * hidden) + 2 * geometry.vocab_size)
     # Inputs of the module in a pass and those that wait for it, embeddings and states, and its drafter's logits.

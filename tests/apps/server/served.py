@@ -23,6 +23,7 @@ pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
 from edgeinfer.apps.server.app import make_app
+from edgeinfer.apps.server.embeddings import Embedders
 from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.apps.server.responses import ResponseStore
 from edgeinfer.apps.server.security import Security
@@ -92,19 +93,24 @@ def served(
     security: Security | None = None,
     models: bool = False,
     contexts: Sequence[Path] = (),
+    embedding: Sequence[Path] = (),
     store: ResponseStore | None = None,
     downloads: bool = False,
     **options: Any,
 ) -> Iterator[Local]:
     """Serve the built-in model on a free port for the block, with options of LoadOptions; `models` lets requests name
     other models of this machine, and they may name the files of `contexts`; responses are kept in `store`, and
-    clients may have models fetched where `downloads` says so."""
+    clients may have models fetched where `downloads` says so, and `embedding` are encoders to
+    serve next to it."""
     host, ready = ModelHost(parallel=parallel, queue=queued), queue.Queue[str | Exception]()
     urls: list[str] = []
     switch = ModelSwitch(host, None, {"threads": 1} | options, queue=queued) if models else None
 
+    embedders = Embedders([str(path) for path in embedding], {"threads": 1})
+
     async def load() -> None:
         try:
+            embedders.load()
             await host.load(None, {"threads": 1} | options)
             if switch is not None:
                 switch.opened = True
@@ -113,7 +119,7 @@ def served(
             raise
         ready.put(urls[0])
 
-    kept: dict[str, Any] = {"contexts": contexts, "store": store, "downloads": downloads}
+    kept: dict[str, Any] = {"contexts": contexts, "store": store, "downloads": downloads, "embedders": embedders}
     app = make_app(host, security or Security(), aliases=aliases, switch=switch, **kept)
     server = Server(app, "127.0.0.1", 0, ready=urls.append, alongside=load, stopping=host.unload)
     thread = threading.Thread(target=server.run, name="server")
