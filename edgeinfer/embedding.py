@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,8 @@ from edgeinfer.core.results import Embeddings, RankedDocument, Ranking
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.tokenizing import token_ids
 
-if TYPE_CHECKING:
-    from edgeinfer.model import Model
-
+# A `Model`, whose methods these are: it imports this module.
+Own = Any
 # What Qwen3-Reranker is asked to do, and what others understand.
 _JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
@@ -25,7 +24,7 @@ _JUDGE = (
 
 
 def embed_texts(
-    model: Model,
+    model: Own,
     texts: str | Sequence[Prompt],
     *,
     prompt: str | None = None,
@@ -58,7 +57,7 @@ def embed_texts(
 
 
 def rank_documents(
-    model: Model,
+    model: Own,
     query: str,
     documents: Sequence[str],
     *,
