@@ -16,12 +16,14 @@ from edgeinfer.apps.server.bodies import json_body
 from edgeinfer.apps.server.completions import NAMED_EVENTS, CompletionKind
 from edgeinfer.apps.server.service import Service
 from edgeinfer.core.results import Chunk, Result
+from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, TextPiece
 from edgeinfer.openai.contract import ChatModel, Event
+from edgeinfer.openai.detection import dialect_of
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields, form, sampling, thinking, warnings
 from edgeinfer.openai.messages import Message, read_message, split_prefill
 from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
-from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece, dialect_of
+from edgeinfer.openai.replies import Call
 from edgeinfer.openai.tools import ToolChoice, ToolUse, read_choice, read_functions
 
 LeaveOut = Callable[[str], None]
@@ -286,7 +288,7 @@ def _read_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any])
         config.end()
     variables = thinking(fields, options, calls=choice.mode != "none")
     variables |= {"reasoning_effort": effort} if effort else {}
-    use = ToolUse(dialect_of(model.tool_template_text), choice)
+    use = ToolUse(dialect_of(model), choice)
     return ChatPrompt(messages, use, options, variables or None, prefill, fields=("messages", "output_config.format"))
 
 

@@ -22,12 +22,13 @@ from edgeinfer.core.errors import CapabilityError
 from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import Chunk, Result, TokenLogprob
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
+from edgeinfer.openai.detection import dialect_of
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import MOST_ALTERNATIVES, MOST_REPLIES, Fields, sampling, warnings
 from edgeinfer.openai.infill import Gap
 from edgeinfer.openai.messages import read_messages
 from edgeinfer.openai.prompt import TextPrompt
-from edgeinfer.openai.replies import Reply, dialect_of, timings, token_text
+from edgeinfer.openai.replies import Reply, timings, token_text
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.text import is_id
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
@@ -385,5 +386,5 @@ def _rendered(fields: Fields, model: Model) -> str:
         variables = {**(variables or {}), "add_generation_prompt": False}
     fields.ignore("model")
     fields.end()
-    use = ToolUse(dialect_of(model.tool_template_text), choice)
+    use = ToolUse(dialect_of(model), choice)
     return model.render_chat(use.messages(messages), tools=use.template_tools, variables=variables)

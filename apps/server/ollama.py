@@ -22,13 +22,15 @@ from edgeinfer.apps.server.events import JSON_LINES
 from edgeinfer.apps.server.service import Endpoint, NamedModel, Service
 from edgeinfer.core.errors import CapabilityError
 from edgeinfer.core.results import Chunk, Result
+from edgeinfer.openai.calls import Piece, TextPiece
 from edgeinfer.openai.contract import ChatModel, Event
+from edgeinfer.openai.detection import dialect_of
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import MOST_ALTERNATIVES, Fields, sampling, thinking, warnings
 from edgeinfer.openai.infill import Gap
 from edgeinfer.openai.messages import Message, read_messages, split_prefill
 from edgeinfer.openai.prompt import ChatPrompt, PromptReplies, TextPrompt
-from edgeinfer.openai.replies import Call, Piece, TextPiece, dialect_of, entries, timings
+from edgeinfer.openai.replies import Call, entries, timings
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 
@@ -113,7 +115,7 @@ def _said(chat: bool, text: str, calls: list[dict[str, Any]]) -> Event:
 def _chat_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any]) -> ChatPrompt:
     messages, prefill = split_prefill(read_messages(_answered(fields.any("messages"))))
     functions = read_functions(fields.items("tools"), leave_out=fields.leave_out)
-    use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, functions, True))
+    use = ToolUse(dialect_of(model), read_choice(None, functions, True))
     variables = thinking(fields, options, calls=use.calls) or None
     prompt = ChatPrompt(messages, use, options, variables, prefill, fields=("messages", "format"))
     prompt.require_whole()
@@ -135,7 +137,7 @@ def _text_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any])
         return TextPrompt(f"{system}\n\n{text}" if system else text, options, fields=("prompt", "format"))
     said = [{"role": "system", "content": system}] if system else []
     messages = [*said, {"role": "user", "content": text}]
-    use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, (), True))
+    use = ToolUse(dialect_of(model), read_choice(None, (), True))
     return ChatPrompt(messages, use, options, variables, fields=("prompt", "format"))
 
 

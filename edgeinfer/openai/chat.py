@@ -8,7 +8,9 @@ from typing import Any
 
 from edgeinfer.core.contexts import Context
 from edgeinfer.core.results import Chunk, Result, TokenLogprob
+from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, TextPiece
 from edgeinfer.openai.contract import ChatModel, Event
+from edgeinfer.openai.detection import dialect_of
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import (
     IGNORED,
@@ -31,17 +33,7 @@ from edgeinfer.openai.messages import (
     with_tool_calls,
 )
 from edgeinfer.openai.prompt import ChatPrompt, CompletionReplies
-from edgeinfer.openai.replies import (
-    ArgumentsPiece,
-    Call,
-    CallPiece,
-    Piece,
-    Reply,
-    TextPiece,
-    dialect_of,
-    entries,
-    timings,
-)
+from edgeinfer.openai.replies import Call, Reply, entries, timings
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 
 
@@ -161,7 +153,7 @@ def _prompt(
         messages, prefill = _continued(messages)
     elif not introduced:
         variables["add_generation_prompt"] = False
-    tools = ToolUse(dialect_of(model.tool_template_text), choice)
+    tools = ToolUse(dialect_of(model), choice)
     contexts = _contexts(fields)
     if contexts and (functions or variables):
         message = "contexts cannot be combined with tools, chat_template_kwargs or reasoning_effort."

@@ -14,12 +14,13 @@ from edgeinfer.core.contexts import Context, UnreadContextError
 from edgeinfer.core.errors import ContextLengthError, GrammarError
 from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
+from edgeinfer.openai.calls import PlainReader, ReplyReader
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import FINGERPRINT, Fields
 from edgeinfer.openai.infill import Gap
 from edgeinfer.openai.messages import Message
-from edgeinfer.openai.replies import PlainReader, Reply, ReplyReader, timings, usage
+from edgeinfer.openai.replies import Reply, timings, usage
 from edgeinfer.openai.tools import ToolUse
 
 _log = logging.getLogger("edgeinfer")

@@ -10,21 +10,14 @@ from typing import Any
 
 from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import Chunk, Result, TokenLogprob
+from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, TextPiece
 from edgeinfer.openai.contract import ChatModel, Event
+from edgeinfer.openai.detection import dialect_of
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import IGNORED, MOST_ALTERNATIVES, Fields, form, limit, sampling, thinking, warnings
 from edgeinfer.openai.messages import Message, joined, read_message
 from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
-from edgeinfer.openai.replies import (
-    ArgumentsPiece,
-    CallPiece,
-    Piece,
-    TextPiece,
-    dialect_of,
-    entries,
-    responses_usage,
-    timings,
-)
+from edgeinfer.openai.replies import entries, responses_usage, timings
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 
 _KEPT = "It holds a picture, or what only the server that wrote it can read: send the messages themselves."
@@ -243,7 +236,7 @@ class ResponseCompletion(PromptReplies):
             "top_logprobs": alternatives or 0,
             "top_p": used.top_p,
         }
-        use = ToolUse(dialect_of(model.tool_template_text), choice)
+        use = ToolUse(dialect_of(model), choice)
         prompt = ChatPrompt(messages, use, options, variables or None, fields=("input", "text.format"))
         super().__init__(prompt, stream=stream, ignored=fields.ignored)
         self._items: list[Item] = []

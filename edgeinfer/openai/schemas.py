@@ -192,11 +192,13 @@ class ArgumentRules:
     left_out: tuple[str, ...]  # constraints that the rules do not enforce, such as "uniqueItems of the tool set_tags"
 
 
-def argument_rules(functions: Iterable[tuple[str, bool, Mapping[str, Any]]]) -> ArgumentRules:
-    """The rules of functions given as name, strictness and schema of the arguments. May take seconds. OpenAI's and
-    Anthropic's servers accept any schema for a function that is not strict. A schema that cannot be followed therefore
-    loses the keywords at fault, or else all, instead of being refused."""
-    every = [_Arguments(*function) for function in functions]
+def argument_rules(
+    functions: Iterable[tuple[str, bool, Mapping[str, Any]]], free: Mapping[str, Any] = {"type": "object"}
+) -> ArgumentRules:
+    """The rules of functions given as name, strictness and schema of the arguments, or of one of them. May take
+    seconds. OpenAI's and Anthropic's servers accept any schema for a function that is not strict. A schema that cannot
+    be followed therefore loses the keywords at fault, or else is `free`, instead of being refused."""
+    every = [_Arguments(*function, free) for function in functions]
     if fault(_grammar(every)):
         for each in every:
             each.loosen_while_faulty()
@@ -210,8 +212,8 @@ def argument_rules(functions: Iterable[tuple[str, bool, Mapping[str, Any]]]) -> 
 class _Arguments:
     """The arguments of one function, by the strictest rule that can be followed."""
 
-    def __init__(self, name: str, strict: bool, schema: Mapping[str, Any]) -> None:
-        self.name, self._strict, self._schema = name, strict, schema
+    def __init__(self, name: str, strict: bool, schema: Mapping[str, Any], free: Mapping[str, Any]) -> None:
+        self.name, self._strict, self._schema, self._free = name, strict, schema, free
         self.left_out: set[str] = set()
         try:
             self.rule = json_rule(schema)
@@ -234,9 +236,9 @@ class _Arguments:
             wrong = fault(_grammar([self]))
 
     def free(self) -> None:
-        """Allow any JSON object as arguments, unless the function is strict."""
+        """Allow anything, unless the function is strict."""
         if not self._strict:
-            self.rule, self.left_out = json_rule({"type": "object"}), {_WHOLE}
+            self.rule, self.left_out = json_rule(self._free), {_WHOLE}
 
     def _loosen(self, schema: Any, also: Iterable[str] = ()) -> None:
         left_out = set(also)

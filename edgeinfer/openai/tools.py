@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import field
 from typing import Any, Literal
 
 from edgeinfer.core.errors import GrammarError
 from edgeinfer.core.records import dataclass
+from edgeinfer.openai.call_grammar import OfferedFunction, calls_grammar
+from edgeinfer.openai.calls import CallReader, PlainReader, ReplyReader
 from edgeinfer.openai.contract import ChatModel
+from edgeinfer.openai.dialects import TAG, Dialect, Kinds, ToolFormat
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.messages import Message
-from edgeinfer.openai.replies import CallReader, Dialect, PlainReader, ReplyReader, ToolFormat
-from edgeinfer.openai.schemas import ArgumentRules, argument_rules, closed
-from edgeinfer.runtime.sampling.grammar_source import json_rule
+from edgeinfer.openai.schemas import closed
 from edgeinfer.runtime.text.fitting import calls_in_text
 from edgeinfer.runtime.text.streaming import CallMark
 
@@ -118,11 +119,6 @@ class ToolChoice:
     functions: tuple[ToolFunction, ...]
     several: bool
 
-    @cached_property
-    def arguments(self) -> ArgumentRules:
-        """The rules of arguments; may take seconds, with errors as of `argument_rules`."""
-        return argument_rules((each.name, each.strict, each.arguments) for each in self.functions)
-
 
 def read_choice(value: Any, functions: Sequence[ToolFunction], several: bool) -> ToolChoice:
     """Read a request's choice, with a function's name inside `function` or, as in /v1/responses, next to `type`."""
@@ -160,60 +156,29 @@ def _named(value: Any, offered: tuple[ToolFunction, ...]) -> ToolFunction:
     return found
 
 
-_ANY = "/(?s:.*)/"
-
-
-def calls_grammar(
-    form: ToolFormat, choice: ToolChoice, marker_id: int | None, content: Mapping[str, Any] | None = None
-) -> str:
-    """A grammar in Lark's notation: free text, or `content`, up to the marker, from there on only valid calls.
-    `marker_id` is the marker's token where that is a special one, which no text spells."""
-    marker = json.dumps(form.marker) if marker_id is None else f"<[{marker_id}]>"
-    more = f" ({json.dumps(form.between)} call)*" if choice.several and form.several else ""
-    calls = f"first{more}" + (f" {json.dumps(form.suffix)}" if form.suffix else "")
-    rules = _call_rules(form, choice)
-    if choice.mode == "required":
-        return "\n".join([f"start: {marker} {calls}", *rules])
-    if content is not None:
-        return "\n".join([f"start: content | {marker} {calls}", f"content: {json_rule(content)}", *rules])
-    if not form.anywhere:
-        escaped = re.escape(form.marker).replace("/", r"\/")
-        free = f"TEXT: {_ANY} & ~/{escaped}(?s:.*)/"
-        return "\n".join([f"start: TEXT | {marker} {calls}", free, *rules])
-    if marker_id is not None:
-        return "\n".join([f"start: TEXT | TEXT {marker} {calls}", f"TEXT: {_ANY}", *rules])
-    free = f"text: {_ANY}\nbefore[suffix={marker}]: {_ANY}"
-    return "\n".join([f"start: text | before {calls}", free, *rules])
-
-
-def _call_rules(form: ToolFormat, choice: ToolChoice) -> list[str]:
-    """Rules for calls: `first` follows the marker, `call` another call."""
-    names = [function.name for function in choice.functions]
-    behind = len(form.marker)
-    firsts = _alternatives([(form.prefix + form.head(name))[behind:] for name in names], form.tail)
-    calls = _alternatives([form.head(name) for name in names], form.tail)
-    arguments = [f"args_{i}: {rule}" for i, rule in enumerate(choice.arguments.rules)]
-    return [f"first: {firsts}", f"call: {calls}", *arguments]
-
-
-def _alternatives(heads: Sequence[str], tail: str) -> str:
-    return " | ".join(f"{json.dumps(head)} args_{i} {json.dumps(tail)}" for i, head in enumerate(heads))
-
-
 def conversation(messages: Sequence[Message], dialect: Dialect, functions: Sequence[ToolFunction]) -> list[Message]:
     """The messages for the template; where it knows no functions, messages describe `functions` and earlier calls."""
     if dialect.native:
-        return [_fitted(message, dialect.format) for message in messages]
+        return _fitted(messages, dialect.format)
     return _with_system(calls_in_text(messages), _described(functions)) if functions else calls_in_text(messages)
 
 
-def _fitted(message: Message, form: ToolFormat) -> Message:
-    changed = dict(message)
-    if "tool_call_id" in message:
-        changed["tool_call_id"] = form.fitted_id(message["tool_call_id"])
-    if "tool_calls" in message:
-        changed["tool_calls"] = [{**call, "id": form.fitted_id(call["id"])} for call in message["tool_calls"]]
-    return changed
+def _fitted(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
+    """The messages with ids of calls as the template wants them."""
+    made, known, index = [], dict[str, str](), 0
+    for message in messages:
+        changed = dict(message)
+        if "tool_calls" in message:
+            changed["tool_calls"] = calls = [dict(call) for call in message["tool_calls"]]
+            for call in calls:
+                known[call["id"]] = form.fitted_id(call["id"], call["function"]["name"], index)
+                call["id"] = known[call["id"]]
+                index += 1
+        if "tool_call_id" in message:
+            given = message["tool_call_id"]
+            changed["tool_call_id"] = known.get(given) or form.fitted_id(given, "", index)
+        made.append(changed)
+    return made
 
 
 def _with_system(messages: list[Message], text: str) -> list[Message]:
@@ -233,6 +198,8 @@ class ToolUse:
 
     dialect: Dialect
     choice: ToolChoice
+    # Grammars that were made, and what they leave out of schemas.
+    made: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict, compare=False)
 
     @property
     def calls(self) -> bool:
@@ -241,7 +208,7 @@ class ToolUse:
     @property
     def left_out(self) -> tuple[str, ...]:
         """Constraints on calls that are not enforced; known after `options`."""
-        return self.choice.arguments.left_out if self.calls else ()
+        return next((left_out for _, left_out in self.made.values()), ())
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
@@ -266,23 +233,63 @@ class ToolUse:
             message = "A reply format cannot be combined with tools, as this model's calls are JSON objects too."
             raise RequestError(message, "Leave one out.", param="tools")
         try:
-            grammar = calls_grammar(self.dialect.format, self.choice, self._marker_id(model), content)
+            grammar = self._grammar(model, content)
         except GrammarError as error:
             raise RequestError(error.message, error.hint, param="tools", code="unsupported_schema") from error
         return {**options, "grammar": grammar}
 
+    def _grammar(self, model: ChatModel[Any], content: Any) -> str:
+        tokens, free = self._tokens(model), self._free_tokens(model)
+        key = json.dumps([tokens, free, content], sort_keys=True, default=str)
+        if key not in self.made:
+            self.made[key] = calls_grammar(
+                self.dialect.format,
+                [OfferedFunction(each.name, each.strict, each.parameters) for each in self.choice.functions],
+                required=self.choice.mode == "required",
+                several=self.choice.several,
+                tokens=tokens,
+                free_tokens=free,
+                content=content,
+            )
+        return self.made[key][0]
+
     def reader(self, model: ChatModel[Any]) -> ReplyReader:
-        return CallReader(self.dialect.format, self._marker_id(model)) if self.calls else PlainReader()
+        if not self.calls:
+            return PlainReader()
+        kinds = Kinds({function.name: function.parameters for function in self.choice.functions})
+        return CallReader(self.dialect.format, self._names, kinds, self._tokens(model))
 
     def mark(self, model: ChatModel[Any]) -> CallMark | None:
         """The start of calls in the reply; None where it holds none."""
-        form = self.dialect.format
-        return CallMark(form.marker, self._marker_id(model), form.anywhere) if self.calls else None
+        if not self.calls:
+            return None
+        form, tokens = self.dialect.format, self._tokens(model)
+        token = next((id_ for id_, text in tokens.items() if form.opening.startswith(text)), None)
+        anywhere = tuple(text for each in form.family if each.anywhere for text in each.markers(self._names))
+        first = tuple(text for each in form.family if not each.anywhere for text in each.markers(self._names))
+        return CallMark(anywhere if token is None else (), first, token)
 
-    def _marker_id(self, model: ChatModel[Any]) -> int | None:
-        """The marker's token id where it is a special token, which has no text; None where text spells it."""
-        ids = model.tokenize(self.dialect.format.marker, add_special=False)
-        return ids[0] if len(ids) == 1 and not model.detokenize(ids) else None
+    @property
+    def _names(self) -> list[str]:
+        return [function.name for function in self.choice.functions]
+
+    def _tokens(self, model: ChatModel[Any]) -> dict[int, str]:
+        """The tags of the dialect that are special tokens, which have no text, by id."""
+        texts = [text for form in self.dialect.format.family for text in form.tag_texts]
+        return _special(model, texts)
+
+    def _free_tokens(self, model: ChatModel[Any]) -> list[int]:
+        """Other special tokens that the chat template writes, such as those around thoughts."""
+        return sorted(_special(model, TAG.findall(model.tool_template_text or "")).keys() - self._tokens(model).keys())
+
+
+def _special(model: ChatModel[Any], texts: Sequence[str]) -> dict[int, str]:
+    found = {}
+    for text in dict.fromkeys(texts):
+        ids = model.tokenize(text, add_special=False)
+        if len(ids) == 1 and not model.detokenize(ids):
+            found[ids[0]] = text
+    return found
 
 
 def _described(functions: Sequence[ToolFunction]) -> str:

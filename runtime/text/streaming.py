@@ -96,12 +96,12 @@ def _borders(stop: str) -> array[int]:
 
 @dataclass(frozen=True)
 class CallMark:
-    """What the calls of a reply begin with: a text, or a special token, anywhere in the reply or only at its
-    beginning."""
+    """What the calls of a reply begin with: one of these texts anywhere in it, one only at its beginning, or a special
+    token."""
 
-    text: str
-    token: int | None
-    anywhere: bool
+    anywhere: tuple[str, ...]
+    first: tuple[str, ...] = ()
+    token: int | None = None
 
 
 class CallStops:
@@ -120,16 +120,22 @@ class CallStops:
         if self._calls:
             return text, False
         self._pending += text
-        place = -1 if self._mark.token is not None else self._pending.find(self._mark.text)
-        if place >= 0 and (self._mark.anywhere or (place == 0 and not self._started)):
-            return self.begin(place)
-        pending = self._pending
-        kept = next(
-            (size for size in range(len(self._mark.text), 0, -1) if pending.endswith(self._mark.text[:size])), 0
-        )
-        content = pending[: len(pending) - kept].rstrip() if self._mark.token is None else pending.rstrip()
-        if not self._mark.anywhere:
-            content = "" if not self._started and self._mark.text.startswith(pending) else pending
+        pending, mark = self._pending, self._mark
+        if not self._started and mark.first:
+            start = pending.lstrip()
+            if start.startswith(mark.first):
+                return self.begin(len(pending) - len(start))
+            if any(each.startswith(start) for each in mark.first):
+                return self._matcher.push("")
+        places = [place for each in mark.anywhere if (place := pending.find(each)) >= 0]
+        if places:
+            return self.begin(min(places))
+        longest = max(map(len, mark.anywhere), default=0)
+        starts = range(max(len(pending) - longest, 0), len(pending))
+        kept = next((at for at in starts if any(each.startswith(pending[at:]) for each in mark.anywhere)), len(pending))
+        content = pending[:kept]
+        if mark.anywhere or mark.token is not None:
+            content = content.rstrip()
         self._pending, self._started = pending[len(content) :], self._started or bool(content)
         return self._matcher.push(content)
 

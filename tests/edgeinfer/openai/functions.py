@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgeinfer.openai.replies import ToolFormat
+from edgeinfer.openai.dialects import Kinds, ToolFormat
 from edgeinfer.openai.tools import ToolFunction
 
 WEATHER = ToolFunction(
@@ -34,6 +33,9 @@ CLOCK = ToolFunction(
 )
 
 
+KINDS = Kinds({function.name: function.parameters for function in (WEATHER, CLOCK)})
+
+
 def as_tools(*functions: ToolFunction) -> list[dict[str, Any]]:
     """As chat completions offer them."""
     return [function.as_tool() for function in functions]
@@ -46,5 +48,4 @@ def flat(*functions: ToolFunction) -> list[dict[str, Any]]:
 
 def written(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """The text of calls, each a name and arguments."""
-    texts = [form.head(name) + json.dumps(arguments, ensure_ascii=False) + form.tail for name, arguments in calls]
-    return form.prefix + form.between.join(texts) + form.suffix
+    return form.write(calls, KINDS).removesuffix("<|call|>")

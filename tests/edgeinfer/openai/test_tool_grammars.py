@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,22 +14,17 @@ from hypothesis import strategies as st
 from edgeinfer.core.errors import GrammarError
 from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import Chunk
+from edgeinfer.openai.call_grammar import OfferedFunction, calls_grammar
+from edgeinfer.openai.calls import ArgumentsPiece, CallReader, TextPiece
+from edgeinfer.openai.detection import detect
+from edgeinfer.openai.dialects import FORMATS, ToolFormat
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.replies import (
-    FORMATS,
-    ArgumentsPiece,
-    CallPiece,
-    CallReader,
-    Piece,
-    TextPiece,
-    ToolFormat,
-    dialect_of,
-)
 from edgeinfer.openai.schemas import argument_rules, closed
-from edgeinfer.openai.tools import ToolChoice, calls_grammar, read_functions
+from edgeinfer.openai.tools import read_functions
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
-from tests.edgeinfer.openai.functions import CLOCK, WEATHER, written
+from tests.conformance.random_calls import gathered
+from tests.edgeinfer.openai.functions import CLOCK, KINDS, WEATHER, written
 from tests.runtime.sampling.json_texts import END, Schema, accepts, vocabulary
 from tests.runtime.sampling.test_schemas import PATTERNS
 from tests.runtime.sampling.test_schemas import REFUSED as ALL_REFUSED
@@ -37,32 +33,15 @@ from tests.tables import each_row
 MARKER = 300  # a special token's id, where a marker is one
 OSLO = ("get_weather", {"town": "Oslo", "unit": "celsius"})
 ZONE = ("time.of", {"zone": 'a "quoted" {zone}]'})
-each_format = pytest.mark.parametrize("form", FORMATS.values(), ids=list(FORMATS))
+# One of each style, and what is special.
+_FEW = ("hermes", "qwen3-coder", "mistral", "kimi-k2", "lfm2", "llama-4", "gemma-4", "llama-3", "glm-4.5")
+each_format = each_row("form", [FORMATS[name] for name in _FEW])
 Call = tuple[str, dict[str, Any]]
 
 
-def gathered(pieces: Iterable[Piece]) -> tuple[str, list[Call]]:
-    """Text and calls of a whole reply, as a client puts them together."""
-    text = ""
-    calls: list[list[str]] = []
-    for piece in pieces:
-        match piece:
-            case TextPiece(more):
-                text += more
-            case CallPiece(place, id_, name):
-                assert place == len(calls) and id_
-                calls.append([name, ""])
-            case ArgumentsPiece(place, more):
-                calls[place][1] += more
-    return text, [(name, json.loads(arguments)) for name, arguments in calls]
-
-
-def read(form: ToolFormat, pieces: Sequence[str | int], marker_id: int | None = None) -> tuple[str, list[Call]]:
-    reader = CallReader(form, marker_id)
-    found: list[Piece] = []
-    for piece in pieces:
-        found += reader.push(Chunk("", (piece,)) if isinstance(piece, int) else Chunk(piece, ()))
-    return gathered([*found, *reader.finish()])
+def read(form: ToolFormat, pieces: Sequence[str | int], tokens: Mapping[int, str] | None = None) -> Any:
+    reader = CallReader(form, [OSLO[0], ZONE[0]], KINDS, tokens)
+    return gathered(reader, [Chunk("", (piece,)) if isinstance(piece, int) else Chunk(piece, ()) for piece in pieces])
 
 
 def cut(text: str, sizes: list[int]) -> list[str]:
@@ -74,48 +53,43 @@ def cut(text: str, sizes: list[int]) -> list[str]:
     return [*pieces, text]
 
 
-@each_format
-@given(
-    calls=st.lists(
-        st.sampled_from([OSLO, ZONE, ("f", {}), ("g", {"a": [{"b": "}]"}, "\\"], "c": "</tool_call>"})]), max_size=3
-    ),
-    text=st.sampled_from(["", "Let me see.", 'Text with {"na and <tool_ and [TOOL', "  two\n lines "]),
-    sizes=st.lists(st.integers(0, 9), max_size=60),
-)
-def test_calls_are_read_however_they_are_cut(form: ToolFormat, calls: list[Call], text: str, sizes: list[int]) -> None:
-    calls = calls[: None if form.several else 1]
-    if calls and not form.anywhere:
-        text = ""
-    reply = text + (written(form, calls) if calls else "")
-    assert read(form, cut(reply, sizes)) == (text.rstrip() if calls else text, calls)
-
-
 @given(sizes=st.lists(st.integers(0, 9), max_size=40))
 def test_a_marker_that_is_a_special_token(sizes: list[int]) -> None:
     form = FORMATS["mistral"]
-    rest = written(form, [OSLO, ZONE]).removeprefix(form.marker)
-    assert read(form, ["Well. ", MARKER, *cut(rest, sizes)], MARKER) == ("Well.", [OSLO, ZONE])
+    rest = written(form, [OSLO, ZONE]).removeprefix(form.opening)
+    tokens = {MARKER: form.opening}
+    assert read(form, ["Well. ", MARKER, *cut(rest, sizes)], tokens) == ("Well.", [OSLO, ZONE])
     # The same text is no marker where a token is one.
-    assert read(form, ["[TOOL_CALLS]"], None) == ("", [])
+    assert read(form, ["[TOOL_CALLS]", *cut(rest, sizes)], tokens) == ("[TOOL_CALLS]" + rest, [])
 
 
-@each_format
+def test_every_tag_may_be_a_special_token() -> None:
+    form = FORMATS["gemma-4"]
+    tokens = {400 + place: tag for place, tag in enumerate(form.tag_texts)}
+    ids = {tag: id_ for id_, tag in tokens.items()}
+    parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", "Well." + written(form, [OSLO, ZONE]))
+    assert read(form, [ids.get(part, part) for part in parts], tokens) == ("Well.", [OSLO, ZONE])
+
+
+@each_row("form", FORMATS.values())
 def test_a_call_that_was_cut_short(form: ToolFormat) -> None:
     """The available part of the arguments is returned, and nothing around it."""
     whole = written(form, [OSLO])
     for length in range(len(whole)):
-        reader = CallReader(form)
+        reader = CallReader(form, [OSLO[0]], KINDS)
         pieces = [*reader.push(Chunk(whole[:length], ())), *reader.finish()]
         arguments = "".join(piece.text for piece in pieces if isinstance(piece, ArgumentsPiece))
-        assert json.dumps(OSLO[1]).startswith(arguments)
-        begun = length > len(form.marker)
+        if reader.in_call:
+            assert json.dumps(OSLO[1]).startswith(arguments.rstrip("}"))
+        begun = length > len(form.markers([OSLO[0]])[0])
         assert not begun or not any(isinstance(piece, TextPiece) for piece in pieces)
 
 
-@each_format
+@each_row("form", [form for form in FORMATS.values() if "{name}" not in form.opening])
 def test_what_is_no_call_is_text(form: ToolFormat) -> None:
-    if form.prefix:
-        assert read(form, [form.marker, "oops", " and more"]) == (f"{form.marker}oops and more", [])
+    marker = form.markers([OSLO[0]])[0]
+    text, calls = read(form, [marker, "oops!", " and more"])
+    assert (text.lstrip(), calls) == (f"{marker}oops! and more".lstrip(), [])
     assert read(form, [written(form, [OSLO]), " and more"])[1] == [OSLO]
 
 
@@ -149,9 +123,11 @@ def follows(grammar: str, *parts: str | int) -> str:
 
 
 def grammar(
-    form: ToolFormat, mode: Any, several: bool = True, marker_id: int | None = None, content: Any = None
+    form: ToolFormat, mode: Any, several: bool = True, tokens: Mapping[int, str] | None = None, content: Any = None
 ) -> str:
-    return calls_grammar(form, ToolChoice(mode, (WEATHER, CLOCK), several), marker_id, content)
+    functions = [OfferedFunction(each.name, each.strict, each.parameters) for each in (WEATHER, CLOCK)]
+    options: dict[str, Any] = {"tokens": tokens, "content": content}
+    return calls_grammar(form, functions, required=mode == "required", several=several, **options)[0]
 
 
 @each_format
@@ -162,13 +138,14 @@ def test_auto_is_free_up_to_the_marker(form: ToolFormat) -> None:
     for calls in ([OSLO], [ZONE], [OSLO, ZONE, OSLO]):
         expected = "end" if form.several or len(calls) == 1 else "no"
         assert follows(source, written(form, calls)) == expected
-    assert follows(source, "Let me see.\n" + written(form, [OSLO])) == "end"
-    assert follows(source, form.marker) == "open"
-    assert follows(source, written(form, [("rm_rf", {})])) == "no"
+    if form.anywhere:
+        assert follows(source, "Let me see.\n" + written(form, [OSLO])) == "end"
+    assert follows(source, form.markers([OSLO[0]])[0]) == "open"
+    if "{name}" not in form.opening:  # else it is text
+        assert follows(source, written(form, [("rm_rf", {})])) == "no"
 
 
-@each_format
-@pytest.mark.parametrize("mode", ["auto", "required"])
+@each_row(("form", "mode"), [(FORMATS[name], mode) for name in _FEW for mode in ("auto", "required")])
 def test_arguments_are_what_the_schema_allows(form: ToolFormat, mode: str) -> None:
     source = grammar(form, mode)
     wrong: list[dict[str, Any]] = [
@@ -178,7 +155,8 @@ def test_arguments_are_what_the_schema_allows(form: ToolFormat, mode: str) -> No
         {"town": "Oslo", "unit": "celsius", "mood": 1},
         {"town": 5, "unit": "celsius"},
     ]
-    for arguments in wrong:
+    # Between tags, 5 is a text.
+    for arguments in wrong[: -1 if form.style == "tagged" else None]:
         assert follows(source, written(form, [("get_weather", arguments)])) == "no"
     assert follows(source, written(form, [("get_weather", {**OSLO[1], "days": 9})])) == "end"
 
@@ -194,15 +172,15 @@ def test_required_is_a_call(form: ToolFormat) -> None:
 
 def test_special_tokens_are_not_text() -> None:
     form = FORMATS["mistral"]
-    rest = written(form, [OSLO]).removeprefix(form.marker)
-    for source in (grammar(form, "auto", marker_id=MARKER), grammar(form, "required", marker_id=MARKER)):
+    rest, tokens = written(form, [OSLO]).removeprefix(form.opening), {MARKER: form.opening}
+    for source in (grammar(form, "auto", tokens=tokens), grammar(form, "required", tokens=tokens)):
         assert follows(source, MARKER, rest) == "end"
         assert follows(source, MARKER, "x") == "no"
-    assert follows(grammar(form, "auto", marker_id=MARKER), "Well. ", MARKER, rest) == "end"
-    assert follows(grammar(form, "required", marker_id=MARKER), form.marker) == "no"
+    assert follows(grammar(form, "auto", tokens=tokens), "Well. ", MARKER, rest) == "end"
+    assert follows(grammar(form, "required", tokens=tokens), form.opening) == "no"
 
 
-@each_row("form", [form for form in FORMATS.values() if form.anywhere])
+@each_row("form", [FORMATS[name] for name in _FEW if FORMATS[name].anywhere])
 def test_a_reply_by_a_schema_or_a_call(form: ToolFormat) -> None:
     content = {"type": "object", "properties": {"mood": {"enum": ["good", "bad"]}}, "required": ["mood"]}
     source = grammar(form, "auto", content=content)
@@ -216,19 +194,22 @@ def test_hopeless_schemas() -> None:
     for _ in range(200):
         deep = {"type": "object", "properties": {"a": deep}}
     with pytest.raises(GrammarError, match="deep"):
-        calls_grammar(FORMATS["hermes"], ToolChoice("auto", (type(WEATHER)("f", "", deep, strict=True),), True), None)
+        calls_grammar(FORMATS["hermes"], [OfferedFunction("f", True, deep)], required=False, several=True)
 
 
 TEMPLATES = {
+    "qwen3-coder": "{{ tools }}<tool_call>\n<function=f>\n<parameter=",
+    "glm-4.5": "{{ tools }}<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>",
+    "mistral-args": "{{ tools }}[TOOL_CALLS]f[ARGS]{}",
     "hermes": "{%- if tools %}<tools>{% endif %}<tool_call>",
     "mistral": "{% if tools is not none %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]",
-    "llama3": "{% if not tools is defined %}{% endif %}<|python_tag|>",
+    "llama-3": "{% if not tools is defined %}{% endif %}<|python_tag|>",
 }
 
 
 @each_row("name", TEMPLATES)
 def test_formats_are_known_by_templates(name: str) -> None:
-    dialect = dialect_of(TEMPLATES[name])
+    dialect = detect(TEMPLATES[name])
     assert dialect.native and dialect.format is FORMATS[name]
 
 
@@ -240,12 +221,10 @@ def test_formats_are_known_by_templates(name: str) -> None:
         "{{ messages }}",
         "{{ tools }} <|other_call|>",
         "a text about <tool_call>",
-        "{{ tools }} <tool_call><function=",
-        "{{ tools }} [TOOL_CALLS] [ARGS]",
     ],
 )
 def test_others_are_told_in_messages(template: str | None) -> None:
-    dialect = dialect_of(template)
+    dialect = detect(template)
     assert not dialect.native and dialect.format is FORMATS["hermes"]
 
 

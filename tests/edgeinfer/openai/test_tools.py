@@ -13,9 +13,9 @@ import edgeinfer
 from edgeinfer.core.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.openai.dialects import FORMATS, Dialect
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.messages import read_messages
-from edgeinfer.openai.replies import FORMATS, Dialect
 from edgeinfer.openai.tools import conversation
 from tests.cache import made
 from tests.edgeinfer.openai.functions import CLOCK, WEATHER, as_tools

@@ -128,16 +128,18 @@ def test_nothing_is_looked_for_in_calls(
     for size in sizes:
         pieces.append(rest[:size])
         rest = rest[size:]
-    matcher = CallStops(StopMatcher((*stops, "\n", "<", "b>", "<a b>")), CallMark("<a b>", None, anywhere))
+    matcher = CallStops(
+        StopMatcher((*stops, "\n", "<", "b>", "<a b>")), CallMark(("<a b>",)) if anywhere else CallMark((), ("<a b>",))
+    )
     before = oracle(text[: text.index("<a b>")].rstrip(), (*stops, "\n", "<", "b>", "<a b>"))
     assert shown(matcher, [*pieces, rest]) == (text if before is None else before)
 
 
 def test_text_that_only_looks_like_calls_is_looked_through() -> None:
     for stop, text, expected in (("<a", "x <a", "x "), ("\n", "x\n", "x"), ("\n", "x\ny", "x"), (" b", "<a b", "<a")):
-        matcher = CallStops(StopMatcher((stop,)), CallMark("<a b>", None, True))
+        matcher = CallStops(StopMatcher((stop,)), CallMark(("<a b>",)))
         assert shown(matcher, list(text)) == expected and matcher.found == stop
-    at_first = CallStops(StopMatcher(("b",)), CallMark("<a b>", None, False))
+    at_first = CallStops(StopMatcher(("b",)), CallMark((), ("<a b>",)))
     assert shown(at_first, list("x <a b> b")) == "x <a "
 
 
@@ -145,7 +147,7 @@ def test_calls_that_begin_with_a_special_token() -> None:
     vocabulary = tokenizer("byte-level")
     mark = vocabulary.control_texts["<|end|>"]
     ids = vocabulary.encode("ab \n<|end|>a\nb", add_special_tokens=False)
-    reply = ReplyText(vocabulary, ("\n",), frozenset(), calls=CallMark("<|end|>", mark, True))
+    reply = ReplyText(vocabulary, ("\n",), frozenset(), calls=CallMark((), (), mark))
     pieces = [reply.push(id_) for id_ in ids]
     assert "".join(pieces) + reply.finish() == "ab \na\nb" and reply.stop_string is None
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from edgeinfer.core.errors import EdgeInferError, TemplateError
+from edgeinfer.openai.detection import detect
 from edgeinfer.openai.messages import read_messages
-from edgeinfer.openai.replies import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.runtime.text.template import ChatTemplate
 from tests.runtime.text.test_template import CHATML, KNOWN, LLAMA2, TOOLS
@@ -286,7 +286,7 @@ def judged(source: str, shape: Shape, template: ChatTemplate | None = None) -> I
     messages, tools = shape.messages, shape.functions
     yield _judged(source, template, messages, tools, messages, tools)
     read = read_messages(messages)
-    use = ToolUse(dialect_of(source), read_choice(None, read_functions(tools or []), True))
+    use = ToolUse(detect(source), read_choice(None, read_functions(tools or []), True))
     yield _judged(source, template, use.messages(read), use.template_tools, messages, tools)
 
 
