@@ -76,7 +76,7 @@ def _free(makers: Sequence[_FormRules], by_text: Mapping[str, int], free_tokens:
     ways, rules, never = ["text"], [], []
     whole: set[int] = set()  # tokens that always begin calls
     for maker in makers:
-        for marker, rest in maker.begun:
+        for marker, rest in maker.started:
             token = next((text for text in by_text if marker.startswith(text)), None)
             if token is not None:
                 behind = marker[len(token) :]
@@ -148,18 +148,18 @@ class _FormRules:
             f"{prefix}_call: {calls([form.between + each for each in heads])}",
         ]
         # What follows a marker where free text may come before it.
-        self.begun: list[tuple[str, str]] = []
+        self.started: list[tuple[str, str]] = []
         markers = form.markers(names)
         if len(markers) == 1 and "{name}" not in form.opening:
             rests = [(before + each)[len(markers[0]) :] for each in heads]
             self.lines.append(f"{prefix}_rest: {calls(rests)}")
-            self.begun.append((markers[0], f"{prefix}_rest {behind}"))
+            self.started.append((markers[0], f"{prefix}_rest {behind}"))
             return
         for place, marker in enumerate(markers):
             rest = self._spelled((before + heads[place])[len(marker) :])
             parts = [rest, arguments[place], self._spelled(tail)]
             self.lines.append(f"{prefix}_rest{place}: {' '.join(filter(None, parts))}")
-            self.begun.append((marker, f"{prefix}_rest{place} {behind}"))
+            self.started.append((marker, f"{prefix}_rest{place} {behind}"))
 
     def _spelled(self, text: str) -> str:
         return _lark(text, self._tokens, self.form.id_length)
@@ -209,8 +209,8 @@ def _sequence(name: str, parts: Sequence[tuple[str, bool]], between: str) -> lis
         later = '""' if ended else f"{separator}{part} {following}" + ("" if needed else f" | {following}")
         lines.append(f"{name}_{place}: {later}")
         if separator:
-            begun = '""' if ended else f"{part} {following}" + ("" if needed else f" | {first}")
-            lines.append(f"{name}_{place}_first: {begun}")
+            started = '""' if ended else f"{part} {following}" + ("" if needed else f" | {first}")
+            lines.append(f"{name}_{place}_first: {started}")
     return lines
 
 
@@ -328,7 +328,7 @@ def _texts(schema: Any, root: Mapping[str, Any]) -> list[str] | None:
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else None
 
 
-# What a text between tags or quotes is not held to.
+# What a text between tags or quotes is not waiting to.
 _UNHELD = ("pattern", "format", "minLength", "maxLength")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 

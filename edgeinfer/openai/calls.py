@@ -47,7 +47,7 @@ class ReplyReader(Protocol):
         """Pieces that became certain with a chunk."""
 
     def finish(self) -> list[Piece]:
-        """Pieces that were held back, at the end of the reply."""
+        """Pieces that were waiting back, at the end of the reply."""
 
     @property
     def in_call(self) -> bool:
@@ -224,12 +224,12 @@ class CallReader:
             self._buffer, self._current, self._state = text[at:], form, self._in_head
             return self._text(shown)
         # Characters at the end that may be the start of a marker wait, and so do blanks before them.
-        shown = text[: len(text) - (0 if self._final else self._held(text))]
+        shown = text[: len(text) - (0 if self._final else self._waiting(text))]
         shown = shown if self._final else shown.rstrip()
         self._buffer = text[len(shown) :]
         return self._text(shown) or None
 
-    def _held(self, text: str) -> int:
+    def _waiting(self, text: str) -> int:
         markers = [marker for marker, form in self._markers if form.format.anywhere]
         longest = max(map(len, markers), default=1) - 1
         for at in range(max(len(text) - longest, 0), len(text)):
@@ -314,6 +314,7 @@ class _JsonArguments:
         self._quoted = self._escaped = False
 
     def feed(self, text: str, final: bool) -> tuple[str, int, bool]:
+        blanks = 0 if self._depth else len(text) - len(text.lstrip())
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -327,8 +328,8 @@ class _JsonArguments:
             elif character in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    return text[: at + 1], at + 1, True
-        return text, len(text), False
+                    return text[blanks : at + 1], at + 1, True
+        return text[blanks:], len(text), False
 
 
 class _WholeArguments:
@@ -509,10 +510,10 @@ class _TaggedArguments:
     def _value(self, text: str, final: bool) -> tuple[str, int, bool]:
         end, waits = self._end(text, final)
         if end is None:
-            held = max(len(text) - len(self._form.value_end) - 1, 0) if waits is None else waits
-            if self._kind != "text" or (not self._streamed and text.startswith('"')) or not held:
+            waiting = max(len(text) - len(self._form.value_end) - 1, 0) if waits is None else waits
+            if self._kind != "text" or (not self._streamed and text.startswith('"')) or not waiting:
                 return "", 0, False
-            return self._given(text[:held]), held, False
+            return self._given(text[:waiting]), waiting, False
         value = text[:end]
         if self._form.format.tags[2].startswith("\n"):
             value = value.removesuffix("\n")
