@@ -83,7 +83,7 @@ BUDGETS = {
     "apps/cli": 4515,  # bits that are chosen; edgeinfer embed
     "apps/desktop": 4603,  # GGUF files that are not prepared yet
     "apps/mcp": 551,  # tools of MCP servers for chats, and the model for other programs
-    "apps/server": 4870,  # stored responses, background replies, models loaded and fetched, infill; embeddings
+    "apps/server": 4880,  # stored responses, background replies, models loaded and fetched, infill; embeddings
     "apps/terminal": 559,
     "edgeinfer": 4790,  # the thread of event loops, of the server until now; encoders as models
     "edgeinfer/bundle": 7015,  # what quantizing cost; biases of keys; encoders described
