@@ -133,7 +133,7 @@ class OpenVinoGenaiEngine:
         return {"token_ids": result.tokens[0], "later_ms": later}
 
     def _generate(self, prompt: list[int], tokens: int) -> Any:
-        config = self._lib.ReplyOptions()
+        config = self._lib.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = tokens
         config.ignore_eos, config.do_sample = True, False
         ids = self._np.array([prompt], self._np.int64)
