@@ -33,13 +33,6 @@ def all_stories(path: Path) -> list[str]:
     return stories
 
 
-def read_stories(path: Path, count: int) -> list[str]:
-    """The last `count` stories of a text file."""
-    if count < 1:
-        raise UsageError("There must be at least one story.", "Give --stories 1 or more.")
-    return all_stories(path)[-count:]
-
-
 def story_ids(model: edgeinfer.Model, story: str) -> list[int]:
     """A story after the begin token, cut at the model's context."""
     begin, ids = model.begin_ids, model.tokenize(story, parse_special=False)

@@ -49,12 +49,6 @@ def vectors(spec: DecoderSpec, mixer: Mixer) -> tuple[str, ...]:
     return (*names, "d", *(("conv_bias",) if scan.conv_bias else ()), *(("norm",) if scan.normed else ()))
 
 
-def weights_of(weights: Mapping[str, Floats], prefix: str) -> dict[str, Floats]:
-    """The weights of one layer's mixer by their own names."""
-    begin = f"{prefix}."
-    return {name.removeprefix(begin): value for name, value in weights.items() if name.startswith(begin)}
-
-
 def _convolved(weights: Mapping[str, Floats], text: Floats) -> Floats:  # (n, C) -> (n, C)
     """Each token's weighted sum of its last ones, by channel."""
     conv = weights["conv"][:, 0]  # (C, width)

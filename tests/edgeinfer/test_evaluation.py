@@ -22,7 +22,7 @@ from edgeinfer.core.errors import ModelError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.tools.evaluation import Divergence, Evaluation, compare_predictions, read_predictions
 from tests.cache import export_checkpoint
-from tests.factories import make_bigram_bundle, make_checkpoint
+from tests.factories import make_checkpoint
 from tests.tables import each_row
 
 TEXTS = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
@@ -195,12 +195,3 @@ def test_figures_over_all_tokens() -> None:
     assert evaluation.perplexity_error == pytest.approx(4.0 * np.log([0.5, 0.25, 0.125]).std() / np.sqrt(3))
     data = evaluation.to_dict()
     assert data["divergence"] == figures and data["tokens"] == 3 and data["weight_bytes"] is None
-
-
-def make_random(folder: Path) -> None:
-    make_checkpoint(folder / "checkpoint", "llama", seed=11)
-    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4, keep_small=False, calibration="none"))
-
-
-def make_bigrams(folder: Path) -> None:
-    make_bigram_bundle(folder / "bundle")

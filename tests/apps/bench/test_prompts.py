@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.bench.texts import Prompt, builtin_prompts, load_prompts, read_stories, tokenize_prompts
+from edgeinfer.apps.bench.texts import Prompt, all_stories, builtin_prompts, load_prompts, tokenize_prompts
 from edgeinfer.core.errors import PromptError, TemplateError, UsageError
 
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -113,13 +113,12 @@ def test_long_prompts_are_cut_at_the_front_and_say_so() -> None:
         tokenize_prompts(WordModel(50), [short], 50)  # type: ignore[arg-type]
 
 
-def test_the_last_stories_are_read(tmp_path: Path) -> None:
+def test_stories_of_a_file_are_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("one<|endoftext|>two <|endoftext|>\n three<|endoftext|>\n", "utf-8")
-    assert read_stories(path, 2) == ["two", "three"]
-    assert read_stories(path, 9) == ["one", "two", "three"]
+    assert all_stories(path) == ["one", "two", "three"]
     path.write_text(" ", "utf-8")
     with pytest.raises(UsageError, match="no stories"):
-        read_stories(path, 2)
+        all_stories(path)
     with pytest.raises(UsageError, match="Cannot read"):
-        read_stories(tmp_path / "none", 2)
+        all_stories(tmp_path / "none")
