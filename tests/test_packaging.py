@@ -210,11 +210,8 @@ def test_data_is_in_the_wheel(wheel: Path) -> None:
     present = names(wheel)
     texts = {f"edgeinfer/export/source/calibration/{name}" for name in ("calibrate.txt", "held_out.txt", "NOTICE.md")}
     assert texts <= present
-    assert {
-        "edgeinfer/py.typed",
-        "edgeinfer/apps/bench/stories.json",
-        "edgeinfer/apps/desktop/languages.json",
-    } <= present
+    data = ("py.typed", "apps/bench/stories.json", "apps/desktop/languages.json", "apps/desktop/schema.sql")
+    assert {f"edgeinfer/{name}" for name in data} <= present
     for path in BUILTIN.rglob("*"):
         if path.is_file():
             assert path.relative_to(ROOT).as_posix() in present

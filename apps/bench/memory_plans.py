@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
-import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -244,50 +242,12 @@ def plans_section(data: Any) -> Section:
     if ran:
         quartiles = f"{gap['median']:.1%} [{gap['p25']:.1%} to {gap['p75']:.1%}]"
         parts.append(Paragraph(f"Planned but not taken, of the budget: median {quartiles}."))
-        parts += [*_gap_tables(ran), _terms(ran)]
     parts += [Paragraph(_broken(run)) for run in runs if run["outcome"] != "kept"]
     full = sum(run["times_full"] > 0 for run in runs)
     parts.append(Paragraph(f"The enforced limit was reached in {full} of {len(runs)} runs."))
     enforced = ", ".join(sorted({run["enforced"] for run in runs}))
     facts = (("Plans", str(len(runs))), ("Seed", str(data["seed"])), ("Limits enforced by", enforced))
     return Section("Are plans kept?", (*facts, *run_facts(data)), tuple(parts), commands(data))
-
-
-def _gap_tables(ran: Sequence[Run]) -> Iterator[Table]:
-    keys: dict[str, Callable[[Run], str]] = {
-        "bundle": lambda run: str(run["case"]["subject"]["name"]),
-        "counted": lambda run: str(run["counted"]),
-        "cache": lambda run: str(run["details"]["choice"]["kv"]),
-        "weights": lambda run: str(run["details"]["choice"]["weights"]),
-    }
-    header = ("", "runs", "kept", "planned", "measured", "gap: median", "quartiles", "least", "most")
-    for name, key in keys.items():
-        rows = [_gap_row(group, list(runs)) for group, runs in itertools.groupby(sorted(ran, key=key), key)]
-        yield Table(f"(planned - measured) / budget, by {name}", header, tuple(rows))
-
-
-def _gap_row(name: str, runs: Sequence[Run]) -> tuple[str, ...]:
-    gaps = [_gap(run) for run in runs]
-    spread = Spread.of(gaps)
-    kept = sum(run["outcome"] == "kept" for run in runs)
-    sizes = [format_size(round(statistics.median(run[key] for run in runs))) for key in ("planned", "measured")]
-    shares = (f"{spread.median:.1%}", f"{spread.p25:.1%} - {spread.p75:.1%}", f"{min(gaps):.1%}", f"{max(gaps):.1%}")
-    return (name, str(len(runs)), str(kept), *sizes, *shares)
-
-
-def _terms(ran: Sequence[Run]) -> Table:
-    """Planned bytes of every term and, where a model accounts for it, bytes in use at the end."""
-    rows = []
-    for name in dict.fromkeys(
-        name for run in ran for kind in ("anonymous", "file", "used") for name in run["details"][kind]
-    ):
-        planned = [
-            run["details"][kind][name] for run in ran for kind in ("anonymous", "file") if name in run["details"][kind]
-        ]
-        used = [run["details"]["used"][name] for run in ran if name in run["details"]["used"]]
-        sizes = (format_size(round(statistics.median(each))) if each else "" for each in (planned, used))
-        rows.append((name.replace("_", " "), *sizes))
-    return Table("Terms of the plans, medians", ("", "planned", "in use at the end"), tuple(rows))
 
 
 def _broken(run: Run) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.resources
 import os
 import shutil
 import sqlite3
@@ -126,11 +127,8 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
         error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
         raise error
     if version == 0:
-        connection.execute("BEGIN IMMEDIATE")
-        for statement in _TABLES:
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {VERSION}")
-        connection.execute("COMMIT")
+        tables = importlib.resources.files("edgeinfer.apps.desktop").joinpath("schema.sql").read_text("utf-8")
+        connection.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version = {VERSION}; COMMIT;")
 
 
 def _put_aside(path: Path) -> Path:
@@ -219,61 +217,6 @@ class Reserve:
 
 
 VERSION = 4
-# `number` gives the order of siblings, and the search index its row ids. `choice` is JSON: the model of a conversation
-# and how it is loaded. An attachment without a message belongs to a draft; `document` is the kept file that it copies,
-# itself for a kept file, whose `tokens` are counted.
-_TABLES = (
-    """
-    CREATE TABLE IF NOT EXISTS conversations (
-        id TEXT PRIMARY KEY,
-        title TEXT NOT NULL,
-        system TEXT NOT NULL,
-        options TEXT NOT NULL,
-        leaf TEXT,
-        created REAL NOT NULL,
-        updated REAL NOT NULL,
-        choice TEXT
-    )
-    """,
-    """
-    CREATE TABLE IF NOT EXISTS messages (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        id TEXT NOT NULL UNIQUE,
-        conversation TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
-        parent TEXT REFERENCES messages (id) ON DELETE CASCADE,
-        role TEXT NOT NULL CHECK (role IN ('user', 'assistant')),
-        content TEXT NOT NULL,
-        created REAL NOT NULL,
-        status TEXT NOT NULL CHECK (status IN ('complete', 'replying', 'stopped', 'error', 'interrupted')),
-        failure TEXT,
-        figures TEXT,
-        calls TEXT,
-        holder TEXT
-    )
-    """,
-    """
-    CREATE TABLE IF NOT EXISTS attachments (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        id TEXT NOT NULL UNIQUE,
-        message TEXT REFERENCES messages (id) ON DELETE CASCADE,
-        name TEXT NOT NULL,
-        kind TEXT NOT NULL,
-        bytes INTEGER NOT NULL,
-        pages INTEGER,
-        content TEXT NOT NULL,
-        created REAL NOT NULL,
-        document TEXT,
-        tokens INTEGER
-    )
-    """,
-    "CREATE INDEX IF NOT EXISTS conversations_updated ON conversations (updated)",
-    "CREATE INDEX IF NOT EXISTS messages_conversation ON messages (conversation)",
-    "CREATE INDEX IF NOT EXISTS messages_parent ON messages (parent)",
-    "CREATE INDEX IF NOT EXISTS messages_replying ON messages (holder) WHERE status = 'replying'",
-    "CREATE INDEX IF NOT EXISTS attachments_message ON attachments (message)",
-    "CREATE INDEX IF NOT EXISTS attachments_kept ON attachments (id) WHERE document = id",
-)
-
 _SHORTEST_INDEXED = 3
 _MOST_WORDS = 16
 _SNIPPET_BEFORE, _SNIPPET_AFTER = 40, 100
