@@ -22,6 +22,7 @@ ENGINE_LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": F
 _SHORT = 4096
 _LARGE_NUMBER = re.compile(r"\d{4,}|\d[eE][+-]?\d")
 _BOUND = re.compile(r'"(?:minimum|maximum)": -?\d{1,19}(?:\.\d{1,20})?(?=[,}])')
+_TOKENS = re.compile(r"<\[[\d,]+\]>")  # of a model's vocabulary, by id
 _SECONDS = 5
 _BYTES = 2**30
 # Of the stack; less than threads have anywhere, so that what gets through here gets through there.
@@ -32,7 +33,8 @@ _REFUSED = "it is too large, too deeply nested or too ambiguous"
 
 def needs_trial(grammar: str) -> bool:
     """Whether compiling could take long, much memory or the process down."""
-    return len(grammar) > _SHORT or _LARGE_NUMBER.search(_BOUND.sub('""', grammar)) is not None
+    short = _BOUND.sub('""', _TOKENS.sub("", grammar))
+    return len(grammar) > _SHORT or _LARGE_NUMBER.search(short) is not None
 
 
 def tried(grammar: str, library: Any) -> str:
@@ -81,7 +83,8 @@ def wrong(grammar: str) -> str:
 
     vocabulary: Any = _Bytes()
     tokens = llguidance.LLTokenizer(vocabulary)
-    matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=llguidance.LLParserLimits(**ENGINE_LIMITS))
+    limits = llguidance.LLParserLimits(**ENGINE_LIMITS)
+    matcher = llguidance.LLMatcher(tokens, _TOKENS.sub("<[0]>", grammar), log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return str(matcher.get_error())

@@ -21,7 +21,7 @@ from edgeinfer.openai.dialects import FORMATS, ToolFormat
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.schemas import argument_rules, closed
 from edgeinfer.openai.tools import read_functions
-from edgeinfer.runtime.sampling.grammar import GrammarConstraint
+from edgeinfer.runtime.sampling.grammar import GrammarConstraint, fault
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from tests.conformance.random_calls import gathered
 from tests.edgeinfer.openai.functions import CLOCK, KINDS, WEATHER, written
@@ -178,6 +178,12 @@ def test_special_tokens_are_not_text() -> None:
         assert follows(source, MARKER, "x") == "no"
     assert follows(grammar(form, "auto", tokens=tokens), "Well. ", MARKER, rest) == "end"
     assert follows(grammar(form, "required", tokens=tokens), form.opening) == "no"
+
+
+def test_ids_of_any_vocabulary_are_tried() -> None:
+    """A grammar that is tried in another process knows no vocabulary."""
+    source = grammar_source(ReplyOptions(grammar=grammar(FORMATS["gemma-4"], "auto", tokens={262_000: "<|tool_call>"})))
+    assert source is not None and fault(source) == ""
 
 
 @each_row("form", [FORMATS[name] for name in _FEW if FORMATS[name].anywhere])
