@@ -66,7 +66,7 @@ def _print_cache(found: CacheTuning) -> None:
 
 _DESCRIPTION = """\
 Find the fastest settings for a model on this device and keep those that are clearly faster than the defaults: number
-and placement of threads, prompt tokens per pass, where the weights are kept, and layers to skip while drafting.
+and placement of threads, prompt tokens per pass, where the weights are kept, and the layer to leave after in drafts.
 Options given here, such as -t, are not tuned.
 
 examples:
@@ -105,8 +105,7 @@ def add_tune(commands: Subparsers) -> None:
     group.add_argument("--granularity", type=int, default=1, metavar="N", help=text)
     text = "maximum number of sets of layers to try (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the search (default: 0)")
-    advanced = ("--granularity", "--evaluations", "--seed", "--speculation", "--out", "--forget")
+    advanced = ("--granularity", "--evaluations", "--speculation", "--out", "--forget")
     parser.advanced(*advanced, "--steering")
     add_json_option(parser)
 
@@ -207,9 +206,9 @@ def _tune_layers(
     """Load the tuned model and search; None if layers cannot be skipped."""
     tuned = options | ({} if args.out is None or device is None else {"profile": str(args.out)})
     with load_model(args.model, tuned) as model, progress_bar() as bar:
-        sizes = {"granularity": args.granularity, "evaluations": args.evaluations, "seed": args.seed}
         try:
-            return edgeinfer.tools.tune_drafting(model, prompts, **sizes, progress=stage(bar, "searching layers"))
+            searching = stage(bar, "searching layers")
+            return edgeinfer.tools.tune_drafting(model, prompts, granularity=args.granularity, progress=searching)
         except CapabilityError:
             if device is None:
                 raise
@@ -291,10 +290,7 @@ def _print_layers(result: TuneResult) -> None:
         ("exit after layer", f"{result.exit.layers}"),
         ("  match rate", f"{result.exit.match_rate:.3f}"),
         ("  predicted speedup", _gain(result.exit.speedup, result.tuning.exit_layer is not None)),
-        ("blocks skipped", f"{int((~result.skip.layer_mask).sum())} of {len(result.skip.layer_mask)}"),
-        ("  match rate", f"{result.skip.match_rate:.3f}"),
-        ("  predicted speedup", _gain(result.skip.speedup, result.tuning.layer_mask is not None)),
-        ("sets tried", f"{result.skip.evaluations}"),
+        ("exits tried", f"{result.exit.evaluations}"),
     ]
     print_table(rows, title="drafting with the model's own layers")
 
@@ -358,17 +354,7 @@ def _blocks(mask: Sequence[bool]) -> str:
 
 def _layer_facts(result: TuneResult) -> dict[str, Any]:
     """Figures for JSON."""
-    found = {"exit": result.exit, "skip": result.skip}
-    data: dict[str, Any] = {
-        name: {
-            "layers": each.layers,
-            "layer_mask": each.layer_mask.tolist(),
-            "match_rate": each.match_rate,
-            "predicted_speedup": each.speedup,
-            "draft_length": each.length,
-            "sets_tried": each.evaluations,
-        }
-        for name, each in found.items()
-    }
-    data["kept"] = {"exit": result.tuning.exit_layer is not None, "skip": result.tuning.layer_mask is not None}
-    return data
+    found = result.exit
+    facts = {"layers": found.layers, "match_rate": found.match_rate, "predicted_speedup": found.speedup}
+    facts |= {"draft_length": found.length, "exits_tried": found.evaluations}
+    return {"exit": facts, "kept": {"exit": result.tuning.exit_layer is not None}}

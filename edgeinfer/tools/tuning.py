@@ -52,17 +52,14 @@ def tune_drafting(
     prompts: Sequence[str] | None = None,
     *,
     granularity: int = 1,
-    evaluations: int = 200,
-    seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> TuneResult:
-    """Finds the layers of a model that can be skipped while drafting; what pays is kept, and used from now on.
+    """Finds the layer after which drafting with the model's own first layers pays; it is kept, and used from now on.
 
     Args:
-        prompts: texts whose replies tell how well skipping does; None takes a few of edgeinfer's own.
-        granularity: consecutive layers that are skipped together.
-        evaluations: sets of layers to try at most.
-        progress: called with sets tried and to try.
+        prompts: texts whose replies tell how well that does; None takes a few of edgeinfer's own.
+        granularity: layers between two exits that are tried.
+        progress: called with exits tried and to try.
 
     Raises:
         CapabilityError: the backend cannot skip layers.
@@ -76,8 +73,6 @@ def tune_drafting(
                 parts.sequence.cache,
                 _own_texts(model, ids, _TOKENS),
                 granularity=granularity,
-                evaluations=evaluations,
-                seed=seed,
                 progress=progress,
             )
         finally:

@@ -40,21 +40,14 @@ class BlockCosts:
         """A pass over one row in which these blocks run."""
         return self.fixed + float(np.dot(self.blocks, layer_mask))
 
-    def gain(self, layer_mask: NDArray[np.bool_], acceptance: float) -> Gain:  # (2 L,)
-        """The gain of drafting with these blocks and verifying in a whole pass, at this acceptance rate."""
-        return self._best(acceptance, self.ms(layer_mask), 0.0, 1.0)
-
     def exit_gain(self, exit_layer: int, acceptance: float) -> Gain:
-        """The gain of drafting with the first layers, which see the last token again, and verifying with the others."""
+        """The gain of drafting with the first layers, which see the last token again, and verifying with the others:
+        E(g) c(1) / (g d + first + share c(g + 1)) over g, E(g) = 1 + a + ... + a^g."""
         first = sum(self.blocks[: 2 * exit_layer])
-        return self._best(acceptance, self.fixed + first, first, 1 - first / self.whole[0])
-
-    def _best(self, acceptance: float, draft: float, extra: float, share: float) -> Gain:
-        """E(g) c(1) / (g d + extra + share c(g + 1)) over g, E(g) = 1 + a + ... + a^g."""
         expected, best = 1.0, Gain(0, 0.0)
         for length in range(1, len(self.whole)):
             expected += acceptance**length
-            round_ms = length * draft + extra + share * self.whole[length]
+            round_ms = length * (self.fixed + first) + first + (1 - first / self.whole[0]) * self.whole[length]
             best = max(best, Gain(length, expected * self.whole[0] / round_ms), key=lambda gain: gain.speedup)
         return best
 

@@ -35,11 +35,9 @@ _HALVINGS = 16
 
 @dataclass(frozen=True)
 class TunedDrafting:
-    """Drafting that pays on this device: an exit layer, blocks that run (2 L,), and the drafters that `auto` asks; None
-    if none."""
+    """Drafting that pays on this device: an exit layer, and the drafters that `auto` asks; None if none."""
 
     exit_layer: int | None = None
-    layer_mask: NDArray[np.bool_] | None = None
     drafters: tuple[str, ...] | None = None
 
     def paid(self, drafter: str) -> bool:
@@ -50,8 +48,6 @@ class TunedDrafting:
         arrays: dict[str, NDArray[Any]] = {}
         if self.exit_layer is not None:
             arrays["exit_layer"] = np.array([self.exit_layer])
-        if self.layer_mask is not None:
-            arrays["layer_mask"] = self.layer_mask
         if self.drafters is not None:
             # Profiles keep numbers only.
             arrays["drafters"] = np.frombuffer(",".join(self.drafters).encode(), np.uint8)
@@ -69,14 +65,11 @@ class TunedDrafting:
     @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> TunedDrafting:
         """Restore `state` for a model with this number of layers."""
-        mask, exits = state.get("layer_mask"), state.get("exit_layer")
-        fits = mask is None or (mask.dtype == np.bool_ and mask.shape == (2 * layers,))
-        if exits is not None:
-            fits = fits and exits.shape == (1,) and exits.dtype == np.int64 and 1 <= int(exits[0]) < layers
-        if not fits:
+        exits = state.get("exit_layer")
+        if exits is not None and not (exits.shape == (1,) and exits.dtype == np.int64 and 1 <= int(exits[0]) < layers):
             raise StorageError("The tuned layers belong to another model.", "Run edgeinfer tune again.")
         names = state.get("drafters")
-        return cls(None if exits is None else int(exits[0]), mask, None if names is None else _names(names))
+        return cls(None if exits is None else int(exits[0]), None if names is None else _names(names))
 
 
 def _names(kept: NDArray[Any]) -> tuple[str, ...]:  # (N,)

@@ -98,7 +98,6 @@ GENERIC = {
     "resident",
     "routers",
     "samples",
-    "skip",
     "sorted",
 }
 # Files that name what a method is made of or measured with.

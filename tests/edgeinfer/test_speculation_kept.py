@@ -245,22 +245,20 @@ def test_what_tuning_finds_is_drafted_with(
     steps: list[tuple[int, int]] = []
     with load_eager(small_bundle) as model:
         before = plain(model, max_tokens=30, ignore_eos=True).text
-        found = edgeinfer.tools.tune_drafting(
-            model, ["Once upon a time"], evaluations=6, progress=lambda *step: steps.append(step)
-        )
-        assert steps == [(n, 6) for n in range(1, 7)]
-        assert (found.tuning.exit_layer is not None) == (found.tuning.layer_mask is not None) == pays
-        for who in ("auto", "exit", "skip"):
+        found = edgeinfer.tools.tune_drafting(model, ["Once upon a time"], progress=lambda *step: steps.append(step))
+        assert steps == [(1, 2), (2, 2)]
+        assert (found.tuning.exit_layer is not None) == pays
+        for who in ("auto", "exit"):
             found_now = same(model, who, max_tokens=30, ignore_eos=True)
-        assert {"exit", "skip"} <= set(edgeinfer.tools.drafting_state(model))
+        assert "exit" in edgeinfer.tools.drafting_state(model)
         # What is found again takes the place of drafters that are open.
-        edgeinfer.tools.tune_drafting(model, ["Once upon a time"], evaluations=3)
+        edgeinfer.tools.tune_drafting(model, ["Once upon a time"])
         assert same(model, "auto", max_tokens=30, ignore_eos=True)
         assert plain(model, max_tokens=30, ignore_eos=True).text == before
     with load_eager(small_bundle) as model:
-        assert {"exit", "skip"} & set(edgeinfer.tools.drafting_state(model)) == ({"exit", "skip"} if pays else set())
+        assert ("exit" in edgeinfer.tools.drafting_state(model)) == pays
         found_now = same(model, "auto", max_tokens=30, ignore_eos=True)
-        assert bool({"exit", "skip"} & set(found_now.per_drafter)) == pays
+        assert ("exit" in found_now.per_drafter) == pays
     (folder,) = folders(cache)
     assert (folder / "tuning.safetensors").exists() == pays
 
@@ -272,20 +270,19 @@ def test_damage_to_what_tuning_found_is_survived(
 ) -> None:
     monkeypatch.setattr(drafting_search, "_PAYS", 0.0)
     with load_eager(small_bundle) as model:
-        edgeinfer.tools.tune_drafting(model, ["Once upon a time"], evaluations=3)
+        edgeinfer.tools.tune_drafting(model, ["Once upon a time"])
     (folder,) = folders(cache)
     damage(folder / "tuning.safetensors")
     with load_eager(small_bundle) as model:
-        assert not {"exit", "skip"} & set(edgeinfer.tools.drafting_state(model))
+        assert "exit" not in edgeinfer.tools.drafting_state(model)
 
 
 def test_tuning_that_cannot_be(small_bundle: Path, bigrams: Path) -> None:
     with edgeinfer.load(bigrams, threads=1) as model, pytest.raises(CapabilityError, match="cannot skip layers"):
-        edgeinfer.tools.tune_drafting(model, ["Once"], evaluations=2)
-    once: dict[str, Any] = {"prompts": ["Once"], "evaluations": 1}
+        edgeinfer.tools.tune_drafting(model, ["Once"])
+    once: dict[str, Any] = {"prompts": ["Once"]}
     with edgeinfer.load(small_bundle, threads=1) as model:
         options: list[dict[str, Any]] = [
-            {"evaluations": 0},
             {"granularity": 0},
             {"granularity": 3},
             {"prompts": [""]},

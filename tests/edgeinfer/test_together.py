@@ -31,7 +31,7 @@ RUNS: dict[str, Use] = {
     "generate": lambda model, _: model.generate(PROMPT, temperature=1.0, seed=3, **OPTIONS),
     "send": lambda model, _: model.chat().send(PROMPT, **OPTIONS),
     "schema": lambda model, _: model.generate(PROMPT, json_schema={"enum": [1, 2]}, max_tokens=8),
-    "tune": lambda model, _: edgeinfer.tools.tune_drafting(model, [PROMPT], evaluations=2),
+    "tune": lambda model, _: edgeinfer.tools.tune_drafting(model, [PROMPT]),
     "score": lambda model, _: model.score([5, 6, 7]),
     "logits": lambda model, _: [len(rows) for rows in model.logits([5, 6, 7])],
 }

@@ -313,7 +313,7 @@ def test_the_first_reply_after_tuning_measures_nothing(small_bundle: Path, monke
     monkeypatch.setattr("edgeinfer.runtime.tuning.drafting_search._PAYS", 0.0)
     tools.tune_device(small_bundle, threads=1)
     with edgeinfer.load(small_bundle, threads=1) as model:
-        tools.tune_drafting(model, ["Once upon a time"], evaluations=2)
+        tools.tune_drafting(model, ["Once upon a time"])
 
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("something was measured")
@@ -321,5 +321,5 @@ def test_the_first_reply_after_tuning_measures_nothing(small_bundle: Path, monke
     for name in ("measure_passes", "measure_guesses", "check_exact"):
         monkeypatch.setattr(device_costs, name, measured)
     with edgeinfer.load(small_bundle, threads=1) as model:
-        assert model.plan.tuned == ("prefill_chunk",) and {"exit", "skip"} <= set(tools.drafting_state(model))
+        assert model.plan.tuned == ("prefill_chunk",) and "exit" in tools.drafting_state(model)
         assert model.generate(PROMPT, max_tokens=8).text

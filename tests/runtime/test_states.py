@@ -52,7 +52,7 @@ SCAN: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups"
 PROMPT = "Once upon a time there was a little dog. Once upon a time there was"
 TOKENS = np.arange(100, dtype=np.int64) * 37 % 300
 CONTEXT = 128
-DRAFTERS = ("ngram", "exit", "skip", "bits", "recycle")
+DRAFTERS = ("ngram", "exit", "bits", "recycle")
 # By the name of transformers' classes: a kind of recurrence, in other layers than attention, with it, without any.
 KINDS: dict[str, dict[str, Any]] = {
     "Qwen3_5": DELTA,

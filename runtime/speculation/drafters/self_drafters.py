@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
@@ -114,42 +113,6 @@ class EarlyExitDrafter(SelfDrafter):
         return super().nbytes() + self._hidden.nbytes
 
 
-# SWIFT's share of skipped layers.
-_MOST_SKIPPED = 0.45
-
-
-def every_second(num_layers: int) -> NDArray[np.bool_]:  # (2 L,)
-    """SWIFT's first set: skips attention and MLP of every second layer from 1 to L - 2, at most 45% of all layers."""
-    skipped = list(range(1, num_layers - 1, 2))[: int(_MOST_SKIPPED * num_layers)]
-    if not skipped:
-        message = f"A model of {num_layers} layers has none to skip between its first and its last."
-        raise UsageError(message, "Choose another drafter.")
-    mask = np.ones((num_layers, 2), np.bool_)
-    mask[skipped] = False
-    return mask.reshape(-1)
-
-
-class SkipDrafter(SelfDrafter):
-    """Drafts with the target less some of its attention and MLP blocks, by default `every_second`. Draft & Verify
-    (Zhang et al. 2024) and SWIFT (Xia et al. 2025)."""
-
-    name = "skip"
-
-    def __init__(self, target: Backend, cache: KVCache, layer_mask: NDArray[np.bool_] | None = None) -> None:
-        hint = "Use a natively exported bundle, or another drafter."
-        require(target.capabilities.layer_skip, target, "skip layers", hint)
-        layers = target.geometry.num_layers
-        mask = every_second(layers) if layer_mask is None else np.array(layer_mask, np.bool_)
-        if mask.shape != (2 * layers,) or mask.all():
-            message = f"A layer mask of shape {mask.shape} with {np.sum(~mask)} blocks skipped drafts nothing."
-            raise UsageError(message, f"Give {2 * layers} values, at least one of them false.")
-        super().__init__(target, cache)
-        self._layer_mask = mask
-
-    def _cheaper(self) -> dict[str, Any]:
-        return {"layer_mask": self._layer_mask}
-
-
 def _require_planes(target: Backend) -> None:
     hint = "Use a bundle of 8 bits in the native layout, or another drafter."
     require(target.capabilities.high_planes, target, "read one plane of its weights", hint)
@@ -230,7 +193,7 @@ class CachedExpertsDrafter(ExpertsDrafter):
         return ExpertChoice(self._count, self._bias())
 
 
-# Of a pass: half of the layers or of the experts; 8-bit weights without their low bits. The acceptance of what the
+# Of a pass: half of the experts; 8-bit weights without their low bits. The acceptance of what the
 # target drafts itself is guessed.
 _HALF = _PLANE = 0.5
 
@@ -245,12 +208,6 @@ def _exit_share(facts: BundleFacts, tuning: TunedDrafting) -> float | None:
     if tuning.exit_layer is not None:
         return tuning.exit_layer / layers
     return _default_exit(layers) / layers if tuning.paid("exit") else None
-
-
-def _skip_share(facts: BundleFacts, tuning: TunedDrafting) -> float | None:
-    if tuning.layer_mask is not None:
-        return float(tuning.layer_mask.mean())
-    return _HALF if tuning.paid("skip") else None
 
 
 def _bits_share(facts: BundleFacts, tuning: TunedDrafting) -> float | None:
@@ -292,16 +249,6 @@ METHODS = (
         runs="target",
         tuned=True,
         order=50,
-    ),
-    DrafterMethod(
-        name="skip",
-        help="the model itself without some of its blocks",
-        make=lambda parts: SkipDrafter(parts.target, parts.cache, parts.tuning.layer_mask),
-        in_auto=lambda parts: parts.tuning.layer_mask is not None or parts.tuning.paid("skip"),
-        prior=pass_prior(0.5, _skip_share),
-        runs="target",
-        tuned=True,
-        order=51,
     ),
     DrafterMethod(
         name="bits",

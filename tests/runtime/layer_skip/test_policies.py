@@ -244,14 +244,14 @@ def test_a_pass_costs_what_runs() -> None:
 
 
 def test_the_gain_is_that_of_the_best_length() -> None:
-    mask = np.array([True, False, False, False])
-    expected = {g: sum(0.8**i for i in range(g + 1)) * 7.0 / (g * 2.0 + COSTS.whole[g]) for g in (1, 2, 3)}
-    gain = COSTS.gain(mask, 0.8)
+    rounds = {g: g * (1.0 + 3.0) + 3.0 + (1 - 3.0 / 7.0) * COSTS.whole[g] for g in (1, 2, 3)}
+    expected = {g: sum(0.8**i for i in range(g + 1)) * 7.0 / ms for g, ms in rounds.items()}
+    gain = COSTS.exit_gain(1, 0.8)
     assert gain.speedup == pytest.approx(max(expected.values()))
     assert expected[gain.length] == max(expected.values())
-    assert COSTS.gain(mask, 0.99).length == 3
-    assert COSTS.gain(mask, 0.01).length == 1
-    assert COSTS.gain(mask, 0.01).speedup < 1
+    assert COSTS.exit_gain(1, 0.99).length == 3
+    assert COSTS.exit_gain(1, 0.01).length == 1
+    assert COSTS.exit_gain(1, 0.01).speedup < 1
 
 
 def test_an_exit_saves_its_layers_in_verification() -> None:
@@ -260,7 +260,6 @@ def test_an_exit_saves_its_layers_in_verification() -> None:
     expected = (1 + 0.8 + 0.64) * 7.0 / (g * (1.0 + first) + first + (1 - first / 7.0) * COSTS.whole[g])
     gain = COSTS.exit_gain(1, 0.8)
     assert gain.speedup >= expected
-    assert COSTS.exit_gain(1, 0.8).speedup > COSTS.gain(np.array([True, True, False, False]), 0.8).speedup
     only = BlockCosts(COSTS.fixed, COSTS.blocks, COSTS.whole[:2])
     assert only.exit_gain(1, 0.8).speedup == pytest.approx(1.8 * 7.0 / (4.0 + 3.0 + 4.0 / 7.0 * 7.7))
 

@@ -22,7 +22,6 @@ DRAFTERS = (
     ("recycle",),
     ("model",),
     ("exit",),
-    ("skip",),
     ("bits",),
     ("medusa",),
     ("hydra",),

@@ -21,8 +21,7 @@ from edgeinfer.runtime.backends.contract import Backend, KVCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
-from edgeinfer.runtime.speculation.drafters.self_drafters import SkipDrafter
-from edgeinfer.runtime.tuning.drafting_search import Sample, best_exit, best_skip_set
+from edgeinfer.runtime.tuning.drafting_search import Sample, best_exit
 from edgeinfer.runtime.tuning.search import (
     FULL,
     QUICK,
@@ -262,8 +261,6 @@ def test_progress_is_told() -> None:
 
 
 LAYERS = 5
-# Attention of layer 3, MLP of layer 1 and all of layer 2 do nothing.
-IDLE = (3, 4, 5, 6)
 EVEN = BlockCosts(1.0, (1.0,) * 10, tuple(11.0 + 0.1 * row for row in range(9)))
 
 
@@ -290,57 +287,16 @@ def room(backend: Alone[Any]) -> Room:
 
 
 @pytest.fixture(scope="module")
-def planted() -> Room:
-    return room(make_backend("portable", plant(*IDLE), 128))
-
-
-@pytest.fixture(scope="module")
 def samples() -> list[Sample]:
     rng = np.random.default_rng(4)
     texts = [(tuple(rng.integers(0, 320, 30).tolist()), tuple(rng.integers(0, 320, 40).tolist())) for _ in range(2)]
     return [Sample(*text) for text in texts]
 
 
-def test_blocks_that_do_nothing_are_found(planted: Room, samples: list[Sample]) -> None:
-    found = best_skip_set(*planted, samples, EVEN, evaluations=60)
-    assert np.flatnonzero(~found.layer_mask).tolist() == list(IDLE)
-    assert found.match_rate == 1.0
-    gain = EVEN.gain(found.layer_mask, 1.0)
-    assert (found.length, found.speedup) == (gain.length, gain.speedup)
-    assert found.speedup > 1
-    assert found.evaluations == 60
-    assert planted[1].length == 0
-    SkipDrafter(*planted, found.layer_mask)
-
-
-def test_what_costs_nothing_is_not_worth_a_risk(planted: Room, samples: list[Sample]) -> None:
-    """Only the MLP of layer 1 is worth skipping where it alone costs something."""
-    costs = BlockCosts(1.0, tuple(8.0 if block == 3 else 0.0 for block in range(10)), (9.0,) * 9)
-    found = best_skip_set(*planted, samples, costs, evaluations=60)
-    assert not found.layer_mask[3]
-    assert found.match_rate == 1.0
-
-
-def test_groups_of_layers_are_skipped_together(planted: Room, samples: list[Sample]) -> None:
-    calls: list[tuple[int, int]] = []
-    found = best_skip_set(
-        *planted, samples, EVEN, granularity=2, evaluations=200, progress=lambda *done: calls.append(done)
-    )
-    pairs = found.layer_mask.reshape(LAYERS, 2)
-    assert (pairs[0] == pairs[1]).all()
-    assert (pairs[2] == pairs[3]).all()
-    # Six units have no more than 63 sets, so every one was scored.
-    assert calls == [(done, 63) for done in range(1, 64)]
-    assert found.evaluations == 63
-    everything = best_skip_set(*planted, samples, EVEN, granularity=2, evaluations=63, seed=9)
-    assert everything.speedup == found.speedup
-
-
 def test_the_exit_before_idle_layers_is_found(samples: list[Sample]) -> None:
     target = room(make_backend("portable", plant(6, 7, 8, 9), 128))
     found = best_exit(*target, samples, EVEN)
     assert found.layers == 3
-    assert found.layer_mask.tolist() == [True] * 6 + [False] * 4
     assert found.match_rate == 1.0
     assert found.evaluations == LAYERS - 1
     assert found.speedup == EVEN.exit_gain(3, 1.0).speedup
@@ -352,14 +308,11 @@ def test_the_exit_before_idle_layers_is_found(samples: list[Sample]) -> None:
             best_exit(*target, samples, EVEN, granularity=granularity)
 
 
-def test_a_search_that_cannot_be_made_is_refused(planted: Room, samples: list[Sample]) -> None:
+def test_a_search_that_cannot_be_made_is_refused(samples: list[Sample]) -> None:
+    backend = Alone(ReferenceBackend(plant(), 128), 128)
     for nothing in ([], [Sample((), (1,))], [Sample((1,), ())]):
         with pytest.raises(UsageError, match="no text"):
-            best_skip_set(*planted, nothing, EVEN)
-    with pytest.raises(UsageError, match="granularity"):
-        best_skip_set(*planted, samples, EVEN, granularity=0)
-    backend = Alone(ReferenceBackend(plant(), 128), 128)
+            best_exit(*room(backend), nothing, EVEN)
     backend.model.capabilities = Capabilities(layer_skip=False, hidden=True, tree=True)
-    for search in (best_skip_set, best_exit):
-        with pytest.raises(CapabilityError, match="cannot skip layers"):
-            search(*room(backend), samples, EVEN)
+    with pytest.raises(CapabilityError, match="cannot skip layers"):
+        best_exit(*room(backend), samples, EVEN)

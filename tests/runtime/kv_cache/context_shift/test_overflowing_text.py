@@ -34,7 +34,7 @@ GREEDY = ReplyOptions(logit_bias=FEW)
 SAMPLED = ReplyOptions(temperature=0.8, top_p=0.9, seed=5, logit_bias=FEW)
 ALL = ("copy", "recycle", "exit", "bits")
 DRAFTED: list[tuple[str, tuple[str, ...]]] = [
-    ("window", (name,)) for name in ("copy", "ngram", "recycle", "exit", "bits", "skip")
+    ("window", (name,)) for name in ("copy", "ngram", "recycle", "exit", "bits")
 ]
 DRAFTED += [(policy, names) for policy in POLICIES for names in (("exit",), ALL)][1:]
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}

@@ -23,8 +23,6 @@ from edgeinfer.runtime.speculation.drafters.self_drafters import (
     CachedExpertsDrafter,
     EarlyExitDrafter,
     ExpertsDrafter,
-    SkipDrafter,
-    every_second,
     fewer_experts,
 )
 from tests.alone import Alone, restore
@@ -46,13 +44,11 @@ LAYERS, EXIT = 4, 2
 PROMPT = np.random.default_rng(5).integers(0, 320, 12).tolist()
 DRAFTERS: dict[str, Callable[[Alone[Any]], Drafter]] = {
     "exit": lambda target: EarlyExitDrafter(*pair(target), EXIT),
-    "skip": lambda target: SkipDrafter(*pair(target)),
     "bits": lambda target: BitsDrafter(*pair(target)),
 }
 # How each one's pass differs from a whole one.
 PASSES: dict[str, dict[str, Any]] = {
     "exit": {"layer_mask": np.arange(2 * LAYERS) < 2 * EXIT},
-    "skip": {"layer_mask": every_second(LAYERS)},
     "bits": {"planes": 1},
 }
 # One plane is for the native layout and its reference.
@@ -76,11 +72,13 @@ def begin(target: Alone[Any], drafter: Drafter, tokens: Sequence[int]) -> None:
     drafter.begin(tokens)
 
 
-def cheap_logits(target: Alone[Any], name: str, tokens: Sequence[int], drafted: Sequence[int]) -> NDArray[np.float32]:
+def cheap_logits(
+    target: Alone[Any], how: dict[str, Any], tokens: Sequence[int], drafted: Sequence[int]
+) -> NDArray[np.float32]:
     """What a drafter's pass gives behind a cache of whole passes: its logits after the drafted tokens. (V,)"""
     target.cache.trim(0)
     feed(target, tokens[:-1])
-    row: NDArray[np.float32] = feed(target, [tokens[-1], *drafted], **PASSES[name])[-1]
+    row: NDArray[np.float32] = feed(target, [tokens[-1], *drafted], **how)[-1]
     return row
 
 
@@ -92,22 +90,25 @@ def test_paths_may_be_asked_for_in_any_order(target: Alone[Any], name: str, widt
     begin(target, drafter, PROMPT)
     found = [[guess.token for guess in guesses_of(drafter, context(PROMPT), path, width)] for path in paths]
     for path, tokens in zip(paths, found, strict=True):
-        expected = np.argsort(-cheap_logits(target, name, PROMPT, path))[:width]
+        expected = np.argsort(-cheap_logits(target, PASSES[name], PROMPT, path))[:width]
         assert tokens == expected.tolist()
 
 
 @pytest.mark.parametrize("kind", BACKENDS, scope="module")
 def test_drafters_may_take_turns_at_the_targets_cache(kind: str, target: Alone[Any]) -> None:
     """Rows of one are none of another's, though they are as many; and what an exit hands over is still exact."""
-    early, skip = DRAFTERS["exit"](target), DRAFTERS["skip"](target)
+    early, other = DRAFTERS["exit"](target), EarlyExitDrafter(*pair(target), EXIT + 1)
     begin(target, early, PROMPT)
-    skip.begin(PROMPT)
+    other.begin(PROMPT)
     now, drafted = context(PROMPT), [5, 6]
     first = guesses_of(early, now, drafted, 1)
-    guesses_of(skip, now, drafted, 1)
+    guesses_of(other, now, drafted, 1)
     assert run_alone(early.resume(now, drafted)) is None
     target.cache.trim(len(PROMPT) - 1)
-    assert guesses_of(skip, now, [5, 7], 1)[0].token == cheap_logits(target, "skip", PROMPT, [5, 7]).argmax()
+    deeper = {"layer_mask": np.arange(2 * LAYERS) < 2 * (EXIT + 1)}
+    wanted = cheap_logits(target, deeper, PROMPT, [5, 7]).argmax()
+    target.cache.trim(len(PROMPT) - 1)
+    assert guesses_of(other, now, [5, 7], 1)[0].token == wanted
     early.begin(PROMPT)
     assert guesses_of(early, now, drafted, 1) == first
     resumption = run_alone(early.resume(now, drafted))
@@ -147,21 +148,6 @@ def test_exits_and_masks_that_fit_no_model_are_refused() -> None:
     for number in (0, LAYERS):
         with pytest.raises(UsageError, match=rf"no exit after layer {number}\. Choose one from 1 to 3"):
             EarlyExitDrafter(*pair(target), number)
-    for mask in (np.ones(2 * LAYERS, np.bool_), np.zeros(LAYERS, np.bool_)):
-        with pytest.raises(UsageError, match="drafts nothing"):
-            SkipDrafter(*pair(target), mask)
-
-
-def test_every_second_layer_is_skipped_up_to_a_share() -> None:
-    expected = {3: [1], 4: [1], 6: [1, 3], 24: [*range(1, 20, 2)], 32: [*range(1, 28, 2)]}
-    for layers, skipped in expected.items():
-        mask = every_second(layers)
-        assert sorted({*np.flatnonzero(~mask)}) == sorted(block for i in skipped for block in (2 * i, 2 * i + 1))
-
-
-def test_two_layers_are_too_few_to_skip_one() -> None:
-    with pytest.raises(UsageError, match="2 layers has none to skip"):
-        every_second(2)
 
 
 def test_a_backend_that_only_decodes_is_refused() -> None:
