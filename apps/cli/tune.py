@@ -96,12 +96,12 @@ def add_tune(commands: Subparsers) -> None:
     group = parser.add_argument_group("full contexts (lossy)")
     text = "measure what each --overflow loses of --text, else of the model's own text, for --overflow auto; nothing "
     group.add_argument("--cache", action="store_true", help=text + "else is tuned")
-    group = parser.add_argument_group("drafters and layers to skip")
+    group = parser.add_argument_group("drafters, and the layer that drafting leaves after")
     text = "measure each drafter on the replies to --text, and let auto ask those that pay; nothing else is tuned"
     group.add_argument("--drafters", action="store_true", help=text)
     text = "UTF-8 file with a prompt on each line (default: a few built-in prompts); or one text to learn from"
     group.add_argument("--text", type=Path, metavar="FILE", help=text)
-    text = "number of consecutive layers that are skipped together (default: 1)"
+    text = "number of consecutive layers that are skipped or left together (default: 1)"
     group.add_argument("--granularity", type=int, default=1, metavar="N", help=text)
     text = "maximum number of sets of layers to try (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)

@@ -246,7 +246,7 @@ with edgeinfer.load(**options) as model:
     [
         {"speculation": "auto", "tight": False},
         {"speculation": "auto", "tight": True},
-        {"speculation": "copy,ngram,recycle,model,exit,skip,bits", "draft_model": str(BUILTIN), "tight": True},
+        {"speculation": "copy,ngram,recycle,model,exit,bits", "draft_model": str(BUILTIN), "tight": True},
     ],
     ids=["auto", "tight", "all"],
 )

@@ -18,7 +18,7 @@ from edgeinfer.core.results import SpeculationUse
 from tests.cli import TIME_LIMIT
 from tests.speculation import BUILTIN, DENSE, PROMPT, check_figures, load_eager, needs_builtin, plain, same
 
-WHO = ("auto", *DENSE, "copy,ngram,recycle", "bits,exit,skip,model")
+WHO = ("auto", *DENSE, "copy,ngram,recycle", "bits,exit,model")
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -106,7 +106,7 @@ def test_a_context_that_fills_up(short: edgeinfer.Model, lengths: tuple[int, ...
 
 @needs_builtin
 @pytest.mark.parametrize("context", [2, 3, 5])
-@pytest.mark.parametrize("who", ["auto", "model", "exit,skip,bits"])
+@pytest.mark.parametrize("who", ["auto", "model", "exit,bits"])
 def test_the_smallest_contexts(context: int, who: str) -> None:
     with load_eager(context=context, draft_model=BUILTIN, speculation=who) as model:
         for length in range(1, context + 1):
@@ -114,7 +114,7 @@ def test_the_smallest_contexts(context: int, who: str) -> None:
 
 
 @needs_builtin
-@pytest.mark.parametrize("who", ["auto", "model", "copy,ngram,recycle", "exit,skip"])
+@pytest.mark.parametrize("who", ["auto", "model", "copy,ngram,recycle", "exit"])
 @pytest.mark.parametrize("way", ["greedy", "penalties"])
 def test_streams_and_chats_that_go_on(tales: edgeinfer.Model, who: str, way: str) -> None:
     """What is cached of one turn serves the next, whoever drafted it."""

@@ -91,7 +91,7 @@ def test_text_does_not_depend_on_turns(tales: edgeinfer.Model, ways: list[dict[s
 
 
 @needs_builtin
-@pytest.mark.parametrize("drafters", ["copy,ngram,recycle", "model", "exit,skip", "bits"])
+@pytest.mark.parametrize("drafters", ["copy,ngram,recycle", "model", "exit", "bits"])
 def test_drafters_take_turns(tales: edgeinfer.Model, drafters: str) -> None:
     alone = [tales.generate(prompt, max_tokens=30, ignore_eos=True, speculation="off") for prompt in PROMPTS]
     streams = [started(tales, prompt, max_tokens=30, speculation=drafters) for prompt in PROMPTS]

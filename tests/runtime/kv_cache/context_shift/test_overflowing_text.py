@@ -81,7 +81,7 @@ class Writer:
         if not self.backend.capabilities.high_planes:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
         made = [drafter_method(name).make(parts) for name in names]
-        return eager_rounds(self.engine, sampler, made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}))
+        return eager_rounds(self.engine, sampler, made, Prices(FLAT, {"exit": 0.1, "bits": 0.1}))
 
 
 @pytest.fixture(scope="module", params=[("8-bit", "native"), ("4-bit", "portable")], ids="-".join)
