@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 import edgeinfer
 from edgeinfer.runtime.planning import ledger
+from tests.speculation import known_costs
 
 # The function of a round; pieces without it took a plain step.
 DRAFTED = ".guesses"
@@ -85,9 +86,10 @@ def trace_reply(speculation: str = "off", tokens: int = 300, prompt: str = PROMP
         RuntimeError: no drafter drafted.
     """
     trace = Trace()
-    load = edgeinfer.load(speculation=speculation, remember=False)
-    # Pieces that are followed take long: the look at the budget goes by the clock, and would come in each.
-    with load as model, patch.object(ledger, "LOOK_S", 60.0):
+    asked: dict[str, Any] = {"speculation": speculation, "remember": False}
+    # Pieces that are followed take long: the look at the budget goes by the clock, and would come in each. What passes
+    # cost is made up, as a busy machine may find that no draft pays.
+    with known_costs(), patch.object(ledger, "LOOK_S", 60.0), edgeinfer.load(**asked) as model:
         # Passes of each size are set up when they first run.
         model.generate(prompt, max_tokens=tokens, speculation=speculation, ignore_eos=True)
         with model.stream(prompt, max_tokens=tokens, speculation=speculation, ignore_eos=True) as stream:
