@@ -58,6 +58,11 @@ class AsyncTokenStream:
         if self._job is not None:
             self._thread.cancel(self._job)
 
+    def answer_now(self) -> bool:
+        """As `TokenStream.answer_now`; False before the reply has started."""
+        stream = None if self._job is None else self._job.stream
+        return stream is not None and stream.answer_now()
+
     async def aclose(self) -> None:
         """End the reply and wait until it is over; an unfinished one counts as cancelled.
 

@@ -101,7 +101,10 @@ class Chat:
         asked = {"role": "user", "content": text}
 
         def add(result: Result) -> None:
-            self._turns += [asked, {"role": "assistant", "content": result.text}]
+            said = {"role": "assistant", "content": result.text}
+            # The template leaves out what its model does not read again.
+            thought = {"reasoning_content": result.reasoning} if result.reasoning else {}
+            self._turns += [asked, said | thought]
 
         return self._model.stream_chat([*self.messages, asked], on_finish=add, **options)
 
@@ -178,6 +181,8 @@ def _read_history(history: Sequence[Mapping[str, Any]], start: int = 0) -> list[
         if role not in _ROLES or content is None or (role == "system" and index):
             hint = 'Write {"role": "user" or "assistant", "content": "..."}; a "system" message may come first.'
             raise UsageError(f"history[{index}] is {shown(message)}.", hint)
+        if role == "assistant" and isinstance(thought := given.get("reasoning_content"), str) and thought:
+            kept["reasoning_content"] = thought
         turns.append({"role": str(role), "content": content, **kept})
     return turns
 

@@ -134,6 +134,8 @@ class ContextModel:
                 started=started,
                 continues=bool(prefill),
                 contexts=contexts,
+                template=self._texts.template_text,
+                prefill=prefill,
                 on_finish=on_finish,
             )
         )

@@ -20,6 +20,7 @@ from edgeinfer.reply_decoding import (
     make_constraint,
     make_sampler,
     make_strategy,
+    make_thoughts,
     steered,
 )
 from edgeinfer.runtime.backends.contract import PassResult, PreemptedError
@@ -28,6 +29,7 @@ from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Prefill, Strat
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
 from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
+from edgeinfer.runtime.sampling.thinking import ThoughtConstraint
 from edgeinfer.runtime.system.forks import keep_for_good
 from edgeinfer.runtime.system.memory import allocating, name_refusal, process_memory, proportional_bytes
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
@@ -50,12 +52,14 @@ class ShownLogprobs:
         self._decoded = 0  # characters of the tokens so far
         self._shown = 0  # of those, that were shown
 
-    def push(self, token: int, decoded: str) -> None:
-        """Add the reply's next token, and the text that became certain with it."""
+    def push(self, token: int, decoded: str, *, of_text: bool = True) -> None:
+        """Add the reply's next token, and the text that became certain with it; one of a thought is left out."""
         if not self._found:
             return
         found = self._found[self._tokens]
         self._tokens += 1
+        if not of_text:
+            return
         alternatives = tuple(self._of(id_, logprob) for id_, logprob in found.top)
         entry = TokenLogprob(token, bytes_of(self._tokenizer, token), found.logprob, alternatives)
         self._waiting.append((self._decoded, entry))
@@ -125,15 +129,19 @@ class TokenStream:
         self._counts = None if parts.watched is None else parts.watched.counts
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
         before = prompt if self._request.continues else ()
-        self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, before, self._request.calls)
-        constraint, self._grammar_costs = make_constraint(parts, prompt, config, self._stop_ids)
-        self._sampler = make_sampler(parts, prompt, config, constraint, self._stop_ids)
+        self._left = parts.sequence.allowance(len(prompt), config.max_tokens)
+        self._thoughts = make_thoughts(parts, self._request)
+        self._text = ReplyText(
+            parts.tokenizer, config.stop, self._stop_ids, before, self._request.calls, self._thoughts
+        )
+        limits = make_constraint(parts, self._request, self._stop_ids, self._thoughts, self._left)
+        self._constraint, self._grammar_costs = limits
+        self._sampler = make_sampler(parts, prompt, config, self._constraint, self._stop_ids)
         asked = config.logprobs is not None
         self._logprobs = ShownLogprobs(parts.tokenizer, self._sampler.logprobs) if asked else None
         parts.ledger.begin_turn()
         self._strategy = self._new_strategy(parts)
         self._first_strategy: Strategy | None = None  # where the reply has moved since
-        self._left = parts.sequence.allowance(len(prompt), config.max_tokens)
         # The sequence's list, which stays when another text takes the sequence.
         self._tokens: list[int] = [*prompt, *self._request.reply]
         self._ahead: deque[int] = deque()  # tokens of the latest pass that were not given yet
@@ -179,6 +187,15 @@ class TokenStream:
         """Stop within the current pass; the next chunk is the last. Safe from any thread."""
         self._stopped.set()
         self._parts.scheduler.cancel(self._task)
+
+    def answer_now(self) -> bool:
+        """End the thought with the next token, so that the answer begins; return whether the reply is inside a thought
+        that can be ended. Safe from any thread."""
+        limit = self._constraint
+        if self._thoughts is None or not self._thoughts.inside or not isinstance(limit, ThoughtConstraint):
+            return False
+        limit.end_thought()
+        return True
 
     @property
     def _cancelled(self) -> bool:
@@ -355,10 +372,13 @@ class TokenStream:
                 if token in self._stop_ids:
                     break
                 logprobs: tuple[TokenLogprob, ...] = ()
+                thoughts, reasoning, thinking = self._thoughts, "", False
+                if thoughts is not None:
+                    reasoning, thinking = thoughts.reasoning, thoughts.in_thought
                 if self._logprobs is not None:
-                    self._logprobs.push(token, self._text.decoded)
+                    self._logprobs.push(token, self._text.decoded, of_text=not thinking or bool(text))
                     logprobs = self._logprobs.show(text)
-                chunk, given = Chunk(text, (token,), logprobs=logprobs), time.perf_counter()
+                chunk, given = Chunk(text, (token,), None, logprobs, reasoning, thinking), time.perf_counter()
                 yield chunk
                 read_ms = (time.perf_counter() - given) * 1e3
                 if self._text.ended:
@@ -464,14 +484,14 @@ class TokenStream:
         reason = "stop" if stopped else reason
         # A model that is closed meanwhile is freed in here.
         self._finish(reason)
-        return Chunk(text, (), reason, logprobs)
+        return Chunk(text, (), reason, logprobs, "" if self._thoughts is None else self._thoughts.reasoning)
 
     def _finish(self, reason: FinishReason) -> None:
         if self._entered:
             self._entered = False
             self._parts.sequence.leave()
         self._strategy.finish()
-        strategy, parts = self._strategy, self._parts
+        strategy, parts, thoughts = self._strategy, self._parts, self._thoughts
         if self._first_strategy is not None:
             strategy = self._first_strategy
             strategy.finish()
@@ -482,7 +502,7 @@ class TokenStream:
             text=self._text.text,
             token_ids=tuple(self._text.tokens),
             finish_reason=reason,
-            usage=Usage(len(self._prompt), len(self._text.tokens)),
+            usage=Usage(len(self._prompt), len(self._text.tokens), 0 if thoughts is None else thoughts.tokens),
             timings=timings,
             memory=MemoryUse(
                 budget_bytes=parts.plan.budget_bytes,
@@ -506,6 +526,8 @@ class TokenStream:
             contexts=None if self._contexts is None else self._contexts.use,
             logprobs=() if self._logprobs is None else tuple(self._logprobs.given),
             schema_class=getattr(self._config.json_schema, "schema_class", None),
+            reasoning=self._text.reasoning,
+            thought_end=self._constraint.end if isinstance(self._constraint, ThoughtConstraint) else None,
         )
         parts.speculator.finished(strategy, self._overhead_ms)
         self._leave_turn()

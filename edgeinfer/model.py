@@ -139,6 +139,8 @@ class Model:
                 started=started,
                 continues=bool(prefill),
                 calls=calls,
+                template=self.tool_template_text,
+                prefill=prefill,
                 on_finish=on_finish,
             )
         )
@@ -513,8 +515,7 @@ class Model:
     @property
     def tool_template_text(self) -> str | None:
         """The source of the template for conversations with tools, which may be a separate one."""
-        own = None if self._template is None else self._template.tool_use
-        return self.chat_template_text if own is None else own.source
+        return self._texts.template_text
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text.

@@ -18,9 +18,11 @@ from edgeinfer.runtime.decoding.sequence import Strategy
 from edgeinfer.runtime.kv_cache.contexts import JoinedContexts
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, TextCheck
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.thinking import ThoughtConstraint, thought_limit
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from edgeinfer.runtime.text.contract import bytes_of
 from edgeinfer.runtime.text.streaming import CallMark
+from edgeinfer.runtime.text.thoughts import ThoughtSplitter, ThoughtStart, ThoughtTags
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
@@ -36,6 +38,8 @@ class GenerationRequest:
     draft: tuple[int, ...] = ()  # what may follow them
     contexts: JoinedContexts | None = None  # that the prompt begins with, where these were evaluated apart
     calls: CallMark | None = None  # what calls of functions begin with in it
+    template: str | None = None  # the source of the chat template; None where there is no chat
+    prefill: str = ""  # the end of the prompt, with which the reply of a chat begins
     on_finish: Callable[[Result], None] | None = None  # called once with the result
 
 
@@ -73,10 +77,55 @@ def steered(parts: ModelParts, request: GenerationRequest) -> GenerationRequest:
     return replace(request, config=config.replace(logit_bias=bias, steering=None))
 
 
+def make_thoughts(parts: ModelParts, request: GenerationRequest) -> ThoughtSplitter | None:
+    """Make what tells the thoughts of a chat's reply from its answer; None where there are none to tell."""
+    config = request.config
+    if request.template is None or config.reasoning_format == "none":
+        return None
+    tags = ThoughtTags.of(request.template, parts.tokenizer)
+    # Calls of a format with headers are read with them.
+    if tags is None or (tags.header and request.calls is not None):
+        return None
+    start = ThoughtStart.after(tags, request.prompt, request.prefill)
+    return ThoughtSplitter(tags, start, strict=config.follows_grammar or bool(config.choices))
+
+
 def make_constraint(
-    parts: ModelParts, prompt: Sequence[int], config: ReplyOptions, stop_ids: frozenset[int]
+    parts: ModelParts,
+    request: GenerationRequest,
+    stop_ids: frozenset[int],
+    thoughts: ThoughtSplitter | None = None,
+    left: int = 0,
 ) -> tuple[Constraint | None, GrammarCosts | None]:
-    """Make the constraint that a reply must follow, if any, and the costs of a grammar."""
+    """Make the constraint that a reply must follow, if any, and the costs of a grammar. Of a reply of `left` tokens
+    that must have a form, a thought before it may take half."""
+    config, prompt, tokenizer = request.config, request.prompt, parts.tokenizer
+    inner, costs = _form_constraint(parts, config, stop_ids)
+    budget = config.thinking_budget
+    if thoughts is None or config.search != "off":
+        return (
+            (inner, costs) if budget is None or inner is not None else (thought_limit(tokenizer, budget, prompt), None)
+        )
+    if budget is None and inner is not None:
+        budget = left // 2
+    vocabulary = parts.backend.geometry.vocab_size
+    constraint = ThoughtConstraint(
+        tokenizer,
+        thoughts.tags,
+        thoughts.start,
+        budget=budget,
+        closing=config.thinking_message,
+        inner=inner,
+        end_ids=stop_ids,
+        vocab_size=vocabulary,
+        watched=True,
+    )
+    return constraint, costs
+
+
+def _form_constraint(
+    parts: ModelParts, config: ReplyOptions, stop_ids: frozenset[int]
+) -> tuple[Constraint | None, GrammarCosts | None]:
     vocabulary = parts.backend.geometry.vocab_size
     end_ids = [token for token in stop_ids if 0 <= token < vocabulary]
     if config.follows_grammar:
@@ -88,11 +137,6 @@ def make_constraint(
         assert source is not None, "it was asked for"
         constraint = GrammarConstraint(parts.grammar_vocabulary, source, end_ids)
         return constraint, constraint.costs
-    if config.thinking_budget is not None:
-        # Few replies have one.
-        from edgeinfer.runtime.sampling.thinking import ThinkingBudget
-
-        return ThinkingBudget(parts.tokenizer, config.thinking_budget, prompt), None
     if not config.choices:
         return None, None
     return ChoiceConstraint(parts.choice_lists.trie(config.choices, end_ids, config.parses_content)), None

@@ -270,6 +270,12 @@ class TextEncoder:
             require_fitting_messages(parts, messages)
         return template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
 
+    @property
+    def template_text(self) -> str | None:
+        """The source of the template for conversations with tools, which may be a separate one."""
+        own = None if self._template is None else self._template.tool_use or self._template
+        return None if own is None else own.source
+
     def _require_template(self) -> ChatTemplate:
         if self._template is None:
             message = f"{self.lifecycle.facts.info.name} has no chat template, so it cannot answer messages."

@@ -29,6 +29,9 @@ class FakeStream:
             if index + 1 == self._interrupt_after:
                 signal.raise_signal(signal.SIGINT)
 
+    def answer_now(self) -> bool:
+        return False
+
     def cancel(self) -> None:
         self._cancelled = True
 

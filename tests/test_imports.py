@@ -80,17 +80,17 @@ ALONE = {"edgeinfer.runtime.backends.onnx.backend", "edgeinfer.runtime.sampling.
 BUDGETS = {
     "apps": 20,
     "apps/bench": 4318,  # quality: pieces of any text, sizes, types of llama.cpp, one reading of the reference
-    "apps/cli": 4510,  # bits that are chosen; edgeinfer embed
+    "apps/cli": 4523,  # bits that are chosen; edgeinfer embed; thoughts
     "apps/desktop": 4603,  # GGUF files that are not prepared yet
     "apps/mcp": 551,  # tools of MCP servers for chats, and the model for other programs
-    "apps/server": 4880,  # stored responses, background replies, models loaded and fetched, infill; embeddings
-    "apps/terminal": 559,
-    "edgeinfer": 4790,  # the thread of event loops, of the server until now; encoders as models
+    "apps/server": 4929,  # stored responses, background replies, models loaded and fetched, infill; embeddings
+    "apps/terminal": 602,  # thoughts
+    "edgeinfer": 4875,  # the thread of event loops, of the server until now; encoders as models; thoughts
     "edgeinfer/bundle": 7015,  # what quantizing cost; biases of keys; encoders described
     "edgeinfer/hub": 2160,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
     "edgeinfer/nn": 1030,  # of bundle, quant and the reference backend until now
-    "edgeinfer/openai": 4450,  # prompts with a gap, that are scored; 40 forms of calls, read, written and enforced
-    "edgeinfer/core": 2985,  # what strategies count is what results say
+    "edgeinfer/openai": 4485,  # prompts with a gap, that are scored; 40 forms of calls, read, written and enforced
+    "edgeinfer/core": 3006,  # what strategies count is what results say; thoughts
     "edgeinfer/tools": 2683,  # GGUF files are prepared whole or not at all, packages fetched, conversions checked
     "export": 920,  # bundles are checked, and written again where they are too far from the float model
     "export/architectures": 3425,  # families of encoders and rerankers
@@ -114,21 +114,21 @@ BUDGETS = {
     "runtime/profile": 1190,  # prices of drafting
     "runtime/remote": 1380,
     "runtime/research": 550,
-    "runtime/sampling": 3080,  # llama.cpp's samplers
+    "runtime/sampling": 3179,  # llama.cpp's samplers; thoughts
     "runtime/search": 1170,
     "runtime/speculation": 4910,
     "runtime/system": 680,
-    "runtime/text": 2485,  # templates in the sandbox of jinja2 as it is
+    "runtime/text": 2751,  # templates in the sandbox of jinja2 as it is; thoughts
     "runtime/tuning": 1120,
     "runtime/weights": 1140,
     "tests": 5220,  # GGUF files on our own kernel; damaged ones with every type; small encoders
-    "tests/apps": 15070,  # scores on tasks; settings of a chat are not lost; embeddings
+    "tests/apps": 15280,  # scores on tasks; settings of a chat are not lost; embeddings; thoughts
     "tests/docs": 830,
     "tests/conformance": 300,  # calls in every form; BFCL
     "tests/edgeinfer": 15523,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
     "tests/export": 8165,  # GGUF files on our own kernel: every family, both ways; checks after converting; encoders
     "tests/quant": 1720,  # GGUF files on our own kernel: weights in these types
-    "tests/runtime": 25190,  # GGUF files on our own kernel; caches of biased keys
+    "tests/runtime": 25382,  # GGUF files on our own kernel; caches of biased keys; thoughts
     "tests/tools": 3675,  # scores on tasks: HumanEval, MBPP, plain questions
     "tests/typing": 300,
 }

@@ -19,7 +19,7 @@ from edgeinfer.apps.cli.options import (
     load_model,
     load_options,
 )
-from edgeinfer.apps.cli.parser import add_command, missing_extra
+from edgeinfer.apps.cli.parser import add_command, add_hide_option, missing_extra
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL
 from edgeinfer.apps.mcp.servers import ToolServers, usual_file
 from edgeinfer.apps.terminal.app import TerminalChat
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Talk to a model, in a window of its own or in the browser. Conversations stay on this machine, and no network is needed.
 
-With --terminal, talk in the terminal: Ctrl-C stops a reply, Ctrl-D leaves, /help lists commands. Lines piped in are
-answered one by one. Replies are sampled at temperature 0.7 and top-p 0.9 unless you or the model's makers say
-otherwise.
+With --terminal, talk in the terminal: Ctrl-C ends a thought, then stops the reply; Ctrl-D leaves, /help lists commands.
+Lines piped in are answered one by one. Replies are sampled at temperature 0.7 and top-p 0.9 unless you or the model's
+makers say otherwise.
 
 examples:
   edgeinfer chat
@@ -51,6 +51,7 @@ def add_chat(commands: Subparsers) -> None:
     parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
     text = "JSON file of the MCP servers whose tools the model may call (default: mcp.json in the data folder)"
     parser.add_argument("--mcp", type=Path, metavar="FILE", help=text)
+    add_hide_option(parser)
     _add_window_options(parser)
     parser.advanced("--data", "--models", "--port")
     add_load_options(parser, remote=True)
@@ -83,7 +84,15 @@ def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
     given, loading = generation_options(args), load_options(args)
     with _servers(args.mcp) as servers, _SwitchedModel(args.model, loading) as models:
         options = {**CONVERSATIONAL, **models.model.sampling, **given}
-        TerminalChat(models, servers=servers, system=system, options=options, say=as_flag).run()
+        chat = TerminalChat(
+            models,
+            servers=servers,
+            system=system,
+            options=options,
+            say=as_flag,
+            thoughts=not args.hide_thinking,
+        )
+        chat.run()
     return 0
 
 

@@ -259,6 +259,11 @@ def add_json_option(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
 
 
+def add_hide_option(parser: Parser) -> None:
+    text = "do not show what the model thinks before it answers; piped output never has it"
+    parser.add_argument("--hide-thinking", action="store_true", help=text)
+
+
 def command_line() -> str:
     """The running command as a shell takes it, for reproducing figures."""
     return shlex.join(["edgeinfer", *sys.argv[1:]])

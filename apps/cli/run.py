@@ -18,9 +18,9 @@ from edgeinfer.apps.cli.options import (
     reads_stdin,
 )
 from edgeinfer.apps.cli.output import print_json, print_note
-from edgeinfer.apps.cli.parser import add_command, add_json_option
+from edgeinfer.apps.cli.parser import add_command, add_hide_option, add_json_option
 from edgeinfer.apps.cli.process import end_start
-from edgeinfer.apps.terminal.endings import EndingHints, cancel_on_interrupt, ending
+from edgeinfer.apps.terminal.endings import EndingHints, ShownReply, cancel_on_interrupt, ending
 from edgeinfer.core.errors import PromptError, TemplateError, UsageError
 from edgeinfer.core.options import format_size
 from edgeinfer.core.options.reply import ReplyOptions
@@ -53,6 +53,7 @@ def add_run(commands: Subparsers) -> None:
     limit = f"{_ANSWER}, with --raw {_CONTINUATION}"
     add_generation_options(parser, limit)
     add_json_option(parser)
+    add_hide_option(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="print speed and memory use on stderr at the end")
 
 
@@ -92,7 +93,7 @@ def execute(args: argparse.Namespace) -> int:
             if args.json:
                 stream.complete()
             else:
-                _write(stream, after=before)
+                _write(stream, before, thoughts=not args.hide_thinking)
             result = stream.result
     if args.json:
         print_json(result.to_dict())
@@ -173,14 +174,20 @@ def _answers(args: argparse.Namespace, model: Model) -> bool:
     return False
 
 
-def _write(stream: TokenStream, after: str) -> None:
+def _write_now(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _write(stream: TokenStream, after: str, thoughts: bool) -> None:
     """Write the reply after the prompt that it continues."""
     sys.stdout.write(after)
     last = after
+    shown = ShownReply(sys.stdout, _write_now, thoughts=thoughts)
     for chunk in stream:
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
+        shown.add(chunk.reasoning, chunk.text)
         last = chunk.text or last
+    shown.end_thought()
     if not last.endswith("\n"):
         sys.stdout.write("\n")
         sys.stdout.flush()

@@ -69,7 +69,8 @@ class ConversationEndpoints(Endpoints):
             ("POST", f"{message}/regenerate", partial(self._reply_again, self._history.regenerate)),
             ("POST", f"{message}/edit", self.edit),
             ("POST", f"{message}/continue", partial(self._reply_again, self._history.go_on)),
-            ("POST", f"{one}/stop", self.stop),
+            ("POST", f"{one}/stop", partial(self._tell_reply, self._replies.stop)),
+            ("POST", f"{one}/answer", partial(self._tell_reply, self._replies.answer_now)),
             ("POST", f"{one}/calls/{{call}}", self.decide),
             ("GET", f"{one}/reply", self.follow),
             ("GET", f"{one}/export", self.export),
@@ -135,9 +136,9 @@ class ConversationEndpoints(Endpoints):
         id, message = request.path_params["id"], request.path_params["message"]
         return await self._begin(id, lambda: (None, record(id, message)))
 
-    async def stop(self, request: Request) -> Response:
+    async def _tell_reply(self, what: Callable[[str], None], request: Request) -> Response:
         await asyncio.to_thread(self._history.conversation, request.path_params["id"])
-        self._replies.stop(request.path_params["id"])
+        what(request.path_params["id"])
         return JSONResponse({}, status_code=202)
 
     async def decide(self, request: Request) -> Response:

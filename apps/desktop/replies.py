@@ -43,8 +43,18 @@ if TYPE_CHECKING:
     from edgeinfer.openai.prompt import ChatPrompt
 
 
+# Around the thought of a message in the history, whatever its model writes there.
+_THINK, _THOUGHT = "<think>\n", "\n</think>\n\n"
 # User messages dropped at once.
 _AT_ONCE = 2
+
+
+def split_thought(content: str) -> tuple[str, str, bool]:
+    """The thought and the text of a message, and whether it ends inside the thought."""
+    if not content.startswith(_THINK):
+        return "", content, False
+    thought, end, text = content.removeprefix(_THINK).partition(_THOUGHT)
+    return thought, text, not end
 
 
 class ReadingEndedError(UserError):
@@ -86,7 +96,9 @@ def messages_for(conversation: Conversation, reply: Message, apart: Sequence[Att
         if message.calls:
             turns += turn_messages(message.content, message.calls)
         elif (prompt := message.prompt(named)) and not failed:
-            turns.append({"role": message.role, "content": prompt})
+            thought, text, _ = split_thought(prompt) if message.role == "assistant" else ("", prompt, False)
+            kept = {"reasoning_content": thought} if thought else {}
+            turns.append({"role": message.role, "content": text} | kept)
     return turns
 
 
@@ -173,6 +185,7 @@ class RunningReply:
         self.calls = list(message.calls)
         self._changes = 0  # of calls
         self._decisions: dict[str, asyncio.Future[Decision]] = {}  # by the id of a call that waits
+        self._thinking = split_thought(message.content)[2]
         self._grown = asyncio.Event()
         self._reply: HostReply | None = None
         self._prompt: int | None = None
@@ -203,13 +216,19 @@ class RunningReply:
         """Record the prompt's tokens and the context."""
         self._prompt, self._context = prompt, context
 
-    def add(self, text: str, tokens: int) -> None:
-        """Append text and count its tokens."""
+    def add(self, text: str, tokens: int, thought: str = "") -> None:
+        """Append text, or the thought before it, and count its tokens."""
         self._latest = time.monotonic()
         self._first = self._first or self._latest
         self._tokens += tokens
+        if thought and not self._thinking and any(self._pieces):
+            thought = ""  # before a later part of the reply
+        if thought:
+            self._pieces.append(thought if self._thinking else _THINK + thought)
         if text:
-            self._pieces.append(text)
+            self._pieces.append(_THOUGHT + text if self._thinking else text)
+        if thought or text:
+            self._thinking = not text
             self._tell()
 
     def show(self, call: ToolCall) -> None:
@@ -235,6 +254,11 @@ class RunningReply:
             return False
         waiting.set_result(decision)
         return True
+
+    def answer_now(self) -> None:
+        """Have the model end its thought."""
+        if self._reply is not None:
+            self._reply.answer_now()
 
     def attach(self, reply: HostReply) -> None:
         """Keep the host's reply to be able to stop it."""
@@ -321,6 +345,10 @@ class ConversationReplies:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return message
+
+    def answer_now(self, conversation: str) -> None:
+        if (running := self._running.get(conversation)) is not None:
+            running.answer_now()
 
     def stop(self, conversation: str) -> None:
         if (running := self._running.get(conversation)) is not None:
@@ -414,7 +442,7 @@ class ConversationReplies:
             written = time.monotonic() - _KEEP_S
             with contextlib.suppress(ReadingEndedError):
                 async for chunk in reply:
-                    running.add(read(chunk), len(chunk.token_ids))
+                    running.add(read(chunk), len(chunk.token_ids), chunk.reasoning)
                     if time.monotonic() - written >= _KEEP_S:
                         await self._keep(running)
                         written = time.monotonic()

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from edgeinfer.apps.mcp.servers import MOST_CHARACTERS, ServerTool
 from edgeinfer.core.records import dataclass
+from edgeinfer.openai.calls import Piece, TextPiece
+from edgeinfer.openai.detection import dialect_of
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.messages import Message, read_messages
 from edgeinfer.openai.prompt import ChatPrompt
-from edgeinfer.openai.replies import Piece, TextPiece, dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def tool_prompt(
     offered = [tool.as_tool for tool in tools]
 
     def prompt(offered: list[dict[str, Any]]) -> ChatPrompt:
-        use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, read_functions(offered), True))
+        use = ToolUse(dialect_of(model), read_choice(None, read_functions(offered), True))
         return ChatPrompt(read_messages(list(messages)), use, options)
 
     made = prompt(offered)

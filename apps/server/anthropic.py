@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from edgeinfer.apps.server.bodies import json_body
 from edgeinfer.apps.server.completions import NAMED_EVENTS, CompletionKind
 from edgeinfer.apps.server.service import Service
 from edgeinfer.core.results import Chunk, Result
-from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, TextPiece
+from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, ReasoningPiece, TextPiece
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.detection import dialect_of
 from edgeinfer.openai.errors import RequestError
@@ -32,8 +33,8 @@ _HINT = (
     "Text, documents of text, search results, the assistant's tool_use and the user's tool_result are read; files and "
     "URLs are not opened."
 )
-# A model does not read its earlier thoughts again.
-_THOUGHT = ("thinking", "redacted_thinking")
+# Another server's thought, which only that one can read.
+_HIDDEN = "redacted_thinking"
 # Blocks about tools of other servers, without text or with text that only those servers can read.
 _ELSEWHERE = (
     "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "advisor_tool_result",
@@ -69,7 +70,7 @@ def _message(message: Any, where: str, leave_out: LeaveOut) -> list[Message]:
     if not isinstance(content, list) or not (content or role == "assistant"):
         raise RequestError(f"{where}.content is missing.", "Send a string or blocks.", param=f"{where}.content")
     made: list[Message] = []
-    text, calls = "", []
+    text, thought, calls = "", "", []
     for place, block in enumerate(content):
         at = f"{where}.content[{place}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
@@ -81,10 +82,14 @@ def _message(message: Any, where: str, leave_out: LeaveOut) -> list[Message]:
             made.append(read_message(answer | {"content": _text(block.get("content") or "", f"{at}.content")}, at))
         elif kind in _ELSEWHERE:
             leave_out(f"{at} ({kind})")
-        elif kind not in _THOUGHT:
+        elif kind == "thinking" and role == "assistant":
+            written = block.get("thinking")
+            thought += written if isinstance(written, str) else ""
+        elif kind != _HIDDEN:
             text += _block_text(block, at)
-    if text or calls or not made:
+    if text or thought or calls or not made:
         own = {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
+        own |= {"reasoning_content": thought} if thought else {}
         made.append(read_message(own, where))
     return made
 
@@ -198,8 +203,10 @@ class MessagesReply(PromptReplies):
 
     def whole(self) -> Event:
         text, calls = self._reply.text, [_block(call) for call in self._reply.calls]
-        said = [{"type": "text", "text": text}] if text or not calls else []
-        content, result = [*said, *calls] if self._shown else [], self._reply.result
+        thought = self._reply.reasoning
+        thoughts = [{"type": "thinking", "thinking": thought, "signature": _signature(thought)}] if thought else []
+        said = [{"type": "text", "text": text}] if text or not (thought or calls) else []
+        content, result = [*thoughts, *said, *calls] if self._shown else [], self._reply.result
         assert result is not None, "the reply is not finished"
         answer = {**self._head, "content": content, **self._ended(), "usage": self._usage(result)}
         return answer | warnings(self.ignored)
@@ -230,6 +237,10 @@ class MessagesReply(PromptReplies):
                     if self._open != "text":
                         events += self._begin({"type": "text", "text": ""})
                     events.append(self._delta({"type": "text_delta", "text": text}))
+                case ReasoningPiece(text):
+                    if self._open != "thinking":
+                        events += self._begin({"type": "thinking", "thinking": "", "signature": ""})
+                    events.append(self._delta({"type": "thinking_delta", "thinking": text}))
                 case CallPiece(_, id_, name):
                     events += self._begin({"type": "tool_use", "id": id_, "name": name, "input": {}})
                 case ArgumentsPiece(_, text):
@@ -247,8 +258,16 @@ class MessagesReply(PromptReplies):
     def _end(self) -> list[Event]:
         if self._open is None:
             return []
+        signed: list[Event] = []
+        if self._open == "thinking":
+            signed.append(self._delta({"type": "signature_delta", "signature": _signature(self._reply.reasoning)}))
         self._open = None
-        return [{"type": "content_block_stop", "index": self._blocks - 1}]
+        return [*signed, {"type": "content_block_stop", "index": self._blocks - 1}]
+
+
+def _signature(thought: str) -> str:
+    """What clients send back with a thought. Nothing here checks it, as models take any thought for theirs."""
+    return hashlib.sha256(thought.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -286,7 +305,7 @@ def _read_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any])
         options |= form(config, "format")
         effort = config.text("effort")
         config.end()
-    variables = thinking(fields, options, calls=choice.mode != "none")
+    variables = thinking(fields, options)
     variables |= {"reasoning_effort": effort} if effort else {}
     use = ToolUse(dialect_of(model), choice)
     return ChatPrompt(messages, use, options, variables or None, prefill, fields=("messages", "output_config.format"))

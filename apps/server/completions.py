@@ -34,6 +34,7 @@ from edgeinfer.core.results import Result
 from edgeinfer.openai import make_completion
 from edgeinfer.openai.contract import Completion
 from edgeinfer.openai.errors import RequestError
+from edgeinfer.openai.prompt import PromptReplies
 
 Emit = Callable[[list[dict[str, Any]]], Awaitable[None]]
 # Streams whose events are named by their type and have no end mark.
@@ -86,6 +87,8 @@ async def complete(service: Service, kind: CompletionKind, request: Request) -> 
         taken = None if kind.detach is None else kind.detach(completion, using)
         if taken is not None:
             return taken
+        if isinstance(completion, PromptReplies) and completion.id:
+            service.answering[completion.id] = completion
         headers = ignored_header(completion.ignored)
         if completion.stream:
             write = partial(_stream, service, kind, completion, headers, request)

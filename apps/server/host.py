@@ -104,6 +104,11 @@ class HostReply:
         """Cancel the reply within the current pass."""
         self._worker.cancel(self._job)
 
+    def answer_now(self) -> None:
+        """End the reply's thought with the next token."""
+        if self._job.stream is not None:
+            self._job.stream.answer_now()
+
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         while True:
             for item in await self._items.get():

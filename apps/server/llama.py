@@ -296,6 +296,7 @@ def _entry(logprob: TokenLogprob) -> Event:
 _REFUSED = {
     "/embedding": "Embeddings are made at /v1/embeddings.",
 }
+_END_THOUGHT = "reasoning_end"
 _OTHER = "Use another model."
 
 
@@ -305,9 +306,11 @@ class LlamaEndpoints:
         self._marks: weakref.WeakKeyDictionary[Model, list[str]] = weakref.WeakKeyDictionary()
         # By path; they are also served under /v1.
         self.asked: Mapping[str, Endpoint] = {"/props": self.props, "/slots": self.slots}
-        self.posted: Mapping[str, Endpoint] = {"/apply-template": self.apply_template} | dict.fromkeys(
-            _REFUSED, self.refuse
-        )
+        self.posted: Mapping[str, Endpoint] = {
+            "/apply-template": self.apply_template,
+            "/chat/completions/control": self.control,
+            **dict.fromkeys(_REFUSED, self.refuse),
+        }
 
     async def props(self, _: Request) -> Response:
         """Describe how the model runs."""
@@ -358,6 +361,19 @@ class LlamaEndpoints:
             fields = Fields(body)
             prompt = await service.host.tokenize(model, partial(_rendered, fields))
         return JSONResponse({"prompt": prompt}, headers=ignored_header(fields.ignored))
+
+    async def control(self, request: Request) -> Response:
+        """End the thought of an answer that is being made, so that its reply begins."""
+        fields = Fields(await read_json(request, self._service.security))
+        fields.only("action", (_END_THOUGHT,), f"The action is {_END_THOUGHT}.")
+        asked = fields.text("id") or ""
+        answer = self._service.answering.get(asked)
+        if answer is None:
+            hint = "Take the id from the first event of its stream."
+            raise RequestError(f"No answer {asked!r} is being made.", hint, status=404, param="id", code="not_found")
+        fields.ignore("model")
+        fields.end()
+        return JSONResponse({"success": answer.answer_now() > 0})
 
     async def refuse(self, request: Request) -> Response:
         """Refuse what the model cannot do."""

@@ -22,7 +22,7 @@ from edgeinfer.apps.server.events import JSON_LINES
 from edgeinfer.apps.server.service import Endpoint, NamedModel, Service
 from edgeinfer.core.errors import CapabilityError
 from edgeinfer.core.results import Chunk, Result
-from edgeinfer.openai.calls import Piece, TextPiece
+from edgeinfer.openai.calls import Piece, ReasoningPiece, TextPiece
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.detection import dialect_of
 from edgeinfer.openai.errors import RequestError
@@ -72,24 +72,30 @@ class OllamaReply(NoFrame, PromptReplies):
         return [*lines, self._last("", [])]
 
     def whole(self) -> Event:
-        return self._last(self._reply.text, self._calls())
+        return self._last(self._reply.text, self._calls(), self._reply.reasoning)
 
     def _lines(self, pieces: list[Piece]) -> list[Event]:
-        return [self._line(piece.text, [], done=False) for piece in pieces if isinstance(piece, TextPiece)]
+        lines = []
+        for piece in pieces:
+            if isinstance(piece, ReasoningPiece):
+                lines.append(self._line("", [], piece.text, done=False))
+            elif isinstance(piece, TextPiece):
+                lines.append(self._line(piece.text, [], done=False))
+        return lines
 
-    def _line(self, text: str, calls: list[dict[str, Any]], *, done: bool) -> Event:
+    def _line(self, text: str, calls: list[dict[str, Any]], thought: str = "", *, done: bool) -> Event:
         logprobs: list[Any] = []
         if self._logprobs_wanted:
             logprobs = entries(self._reply.take_logprobs() if self.stream or not done else self._reply.logprobs)
-        line = {"model": self._name, "created_at": moment(), **_said(self._chat, text, calls), "done": done}
+        line = {"model": self._name, "created_at": moment(), **_said(self._chat, text, calls, thought), "done": done}
         return line | ({"logprobs": logprobs} if logprobs else {})
 
-    def _last(self, text: str, calls: list[dict[str, Any]]) -> Event:
+    def _last(self, text: str, calls: list[dict[str, Any]], thought: str = "") -> Event:
         result = self._reply.result
         assert result is not None, "the reply is not finished"
         figures = timings([result])
         return {
-            **self._line(text, calls, done=True),
+            **self._line(text, calls, thought, done=True),
             "done_reason": "length" if self._reply.finish_reason == "length" else "stop",
             "total_duration": _nanoseconds((time.perf_counter() - self._started) * 1e3),
             "load_duration": 0,
@@ -105,18 +111,19 @@ class OllamaReply(NoFrame, PromptReplies):
         return [called for place, call in enumerate(self._reply.calls) if (called := _called(place, call))]
 
 
-def _said(chat: bool, text: str, calls: list[dict[str, Any]]) -> Event:
-    """The part of a line with text and calls."""
+def _said(chat: bool, text: str, calls: list[dict[str, Any]], thought: str = "") -> Event:
+    """The part of a line with text, thought and calls."""
+    thoughts = {"thinking": thought} if thought else {}
     if not chat:
-        return {"response": text}
-    return {"message": {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})}
+        return {"response": text} | thoughts
+    return {"message": {"role": "assistant", "content": text} | thoughts | ({"tool_calls": calls} if calls else {})}
 
 
 def _chat_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any]) -> ChatPrompt:
     messages, prefill = split_prefill(read_messages(_answered(fields.any("messages"))))
     functions = read_functions(fields.items("tools"), leave_out=fields.leave_out)
     use = ToolUse(dialect_of(model), read_choice(None, functions, True))
-    variables = thinking(fields, options, calls=use.calls) or None
+    variables = thinking(fields, options) or None
     prompt = ChatPrompt(messages, use, options, variables, prefill, fields=("messages", "format"))
     prompt.require_whole()
     return prompt
@@ -247,7 +254,7 @@ def _answered(messages: Any) -> Any:
 def _message(message: Mapping[str, Any], open_calls: list[dict[str, Any]]) -> Message:
     if message.get("images"):
         raise RequestError("A message has images.", _TEXT_ONLY, param="messages", code="unsupported_content")
-    changed = {name: value for name, value in message.items() if name not in ("images", "thinking")}
+    changed = {name: value for name, value in message.items() if name != "images"}
     if isinstance(changed.get("role"), str):
         changed["role"] = changed["role"].lower()
     if changed.get("content") is None:

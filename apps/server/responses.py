@@ -148,7 +148,6 @@ class KeptCompletion(ResponseCompletion):
         if self.previous is not None and (own is None or isinstance(own, list)):
             given["input"] = [*store.conversation(self.previous, owner), *(own or ())]
         super().__init__(given, model)
-        self.id: str = self._head["id"]
         self.owner = owner
         self.own: list[Any] = own or []
 

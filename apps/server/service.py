@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,6 +27,7 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch, load_refusal
 from edgeinfer.core.errors import EdgeInferError, HubError, shown
 from edgeinfer.openai.errors import RequestError, unknown_model
+from edgeinfer.openai.prompt import PromptReplies
 
 # Seconds for which a listing is cached: making it plans every model, and clients request it often.
 _FRESH_S = 10.0
@@ -157,6 +159,8 @@ class Service:
     # Check requests and tokenize their prompts; of those whose schemas are compiled one at a time, so that others need
     # not wait.
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "edgeinfer-requests"))
+    # By the ids of their answers, those that are made now.
+    answering: WeakValueDictionary[str, PromptReplies] = field(default_factory=WeakValueDictionary)
     compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     def model(self) -> Model:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO, cast
 
 from rich.cells import cell_len
 
-from edgeinfer.apps.terminal.endings import EndingHints, cancel_on_interrupt, ending
+from edgeinfer.apps.terminal.endings import EndingHints, ShownReply, cancel_on_interrupt, ending
 from edgeinfer.core.errors import PromptError, Setting, UsageError, UserError
 from edgeinfer.core.options import format_size, nearest, options_of
 from edgeinfer.core.options.reply import ReplyOptions
@@ -139,8 +139,8 @@ class SwitchedModel(Protocol):
 class TerminalChat:
     """A conversation between a person, or a script, and a model, which stays open. `read` shows a prompt and returns
     the next line, or raises EOFError; without it, stdin is read. Prompts are shown only to a person (`interactive`),
-    whose mistakes do not end the chat; `say` words options in errors. The model may call the tools of `servers`, each
-    call if the person allows it."""
+    whose mistakes do not end the chat; `say` words options in errors; `thoughts` shows the model's. The model may call
+    the tools of `servers`, each call if the person allows it."""
 
     def __init__(
         self,
@@ -153,6 +153,7 @@ class TerminalChat:
         out: TextIO | None = None,
         interactive: bool | None = None,
         say: Callable[[Setting], str] = str,
+        thoughts: bool = True,
     ) -> None:
         self._models = models
         self._servers = servers
@@ -165,13 +166,18 @@ class TerminalChat:
         self._interactive = sys.stdin.isatty() if interactive is None else interactive
         lines = _lines(sys.stdin)
         self._read = read or (keyboard() if self._interactive else lambda _: next(lines))
-        self._say_setting = say
+        self._say_setting, self._thoughts = say, thoughts
         self._last: Result | None = None
         self._interrupted = False  # whether Ctrl-C stopped it
         self._leaving = False
         self._commands = (
             Command(("/?", "/help"), "", "this list", self._show_help),
-            Command(("/bye", "/exit", "/quit"), "", "leave (so does Ctrl-D); Ctrl-C stops a reply", self._leave),
+            Command(
+                ("/bye", "/exit", "/quit"),
+                "",
+                "leave (so does Ctrl-D); Ctrl-C stops a thought, then the reply",
+                self._leave,
+            ),
             Command(("/reset", "/clear"), "", "forget the conversation, keep the system message", self._reset),
             Command(("/regen",), "", "another reply to the last message", self._regenerate),
             Command(("/set",), "NAME VALUE", "an option of replies, such as temperature 0.3; alone: list", self._set),
@@ -257,9 +263,11 @@ class TerminalChat:
         columns = shutil.get_terminal_size().columns if self._interactive and self._out.isatty() else sys.maxsize
         shown = WrappedText(self._out, columns)
         with stream:
-            with cancel_on_interrupt(stream) as interrupt:
+            writer = ShownReply(self._out, shown.write, thoughts=self._thoughts)
+            with cancel_on_interrupt(stream, answers=self._interactive) as interrupt:
                 for chunk in stream:
-                    shown.write(chunk.text if reply is None else text_of(reply.push(chunk)))
+                    writer.add(chunk.reasoning, chunk.text if reply is None else text_of(reply.push(chunk)))
+            writer.end_thought()
             self._last = stream.result
         shown.write("" if reply is None else text_of(reply.finish(self._last)))
         shown.finish()

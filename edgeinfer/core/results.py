@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Placement = Literal["parallel", "sequence"]
 FinishReason = Literal["stop", "length", "cancelled"]
+ThoughtEnd = Literal["model", "budget", "repetition", "request"]
 # Called with what is being done, how many steps are done and how many there are.
 Progress = Callable[[str, int, int], None]
 
@@ -30,6 +31,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0  # of the completion's, those of thoughts and of the tags around them
 
     @property
     def total_tokens(self) -> int:
@@ -282,12 +284,14 @@ class TokenLogprob:
 
 class Chunk(NamedTuple):
     """A piece of streamed text: whole characters only, possibly of several tokens, possibly empty. `logprobs` are of
-    the tokens whose text starts here, if requested; none of a stop string."""
+    the tokens whose text starts here, if requested; none of a stop string or a thought."""
 
-    text: str
+    text: str  # of the answer
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""  # of the thought that a chat's model writes before its answer
+    thinking: bool = False  # whether the token belongs to a thought
 
 
 @dataclass
@@ -394,6 +398,8 @@ class Result:
         logprobs: of the text's tokens, if requested.
         sampling: version of sampling: the same seed gives the same text with the same version.
         schema_class: the class given as `json_schema`; None where it was none.
+        reasoning: the thoughts of a chat's reply, which are not part of `text`.
+        thought_end: what ended the thought; "repetition" where it went in circles, "request" where it was asked to.
     """
 
     text: str
@@ -414,6 +420,8 @@ class Result:
     logprobs: tuple[TokenLogprob, ...] = ()
     sampling: int = SAMPLING
     schema_class: type[SchemaClass] | None = field(default=None, repr=False)
+    reasoning: str = ""
+    thought_end: ThoughtEnd | None = None
 
     @property
     def parsed(self) -> Any:

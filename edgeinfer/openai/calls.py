@@ -37,7 +37,14 @@ class ArgumentsPiece:
     text: str
 
 
-Piece = TextPiece | CallPiece | ArgumentsPiece
+@dataclass(frozen=True)
+class ReasoningPiece:
+    """Some of the thought before the answer."""
+
+    text: str
+
+
+Piece = TextPiece | CallPiece | ArgumentsPiece | ReasoningPiece
 
 
 class ReplyReader(Protocol):

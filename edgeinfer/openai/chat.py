@@ -8,7 +8,7 @@ from typing import Any
 
 from edgeinfer.core.contexts import Context
 from edgeinfer.core.results import Chunk, Result, TokenLogprob
-from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, TextPiece
+from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, ReasoningPiece, TextPiece
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.detection import dialect_of
 from edgeinfer.openai.errors import RequestError
@@ -74,12 +74,12 @@ class ChatCompletion(CompletionReplies):
         reply = self._replies[index]
         events = self._events(index, reply.finish(result))
         last = self._event(index, {}, self._logprobs(reply), self._reason(reply))
-        return [*events, last | {"timings": timings([result])} | _context_use(result)]
+        return [*events, last | {"timings": timings([result])} | _notes(result)]
 
     def whole(self) -> Event:
         choices = [self._choice(index, reply) for index, reply in enumerate(self._replies)]
         first = self._replies[0].result
-        used = {} if first is None else _context_use(first)
+        used = {} if first is None else _notes(first)
         return {**self._head, "choices": choices, **self._figures(), **used} | warnings(self.ignored)
 
     def _events(self, index: int, pieces: list[Piece]) -> list[Event]:
@@ -101,6 +101,8 @@ class ChatCompletion(CompletionReplies):
 
     def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+        if reply.reasoning:  # by DeepSeek's name and by OpenRouter's and vLLM's
+            message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
         if reply.calls:
             message["content"] = reply.text or None
             message["tool_calls"] = list(map(_call, reply.calls))
@@ -109,14 +111,18 @@ class ChatCompletion(CompletionReplies):
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reason(reply)}
 
 
-def _context_use(result: Result) -> Event:
-    return {} if result.contexts is None else {"contexts": asdict(result.contexts)}
+def _notes(result: Result) -> Event:
+    used = {} if result.contexts is None else {"contexts": asdict(result.contexts)}
+    # A thought that its model ended needs no word.
+    return used if result.thought_end in (None, "model") else used | {"thought_end": result.thought_end}
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
     match piece:
         case TextPiece(text):
             return {"content": text}
+        case ReasoningPiece(text):
+            return {"reasoning_content": text, "reasoning": text}
         case CallPiece(place, id_, name):
             function = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": place, "id": id_, "type": "function", "function": function}]}
@@ -145,7 +151,7 @@ def _prompt(
     wanted = fields.any("tool_choice")
     choice = read_choice(chosen if wanted is None else wanted, functions, several is not False and not older)
     variables = dict(fields.take("chat_template_kwargs", dict, "an object") or {})
-    variables |= thinking(fields, options, calls=choice.mode != "none")
+    variables |= thinking(fields, options)
     if documents := fields.items("documents"):  # some templates write them into the prompt, as with vLLM
         variables["documents"] = documents
     prefill, introduced = "", fields.take("add_generation_prompt", bool, "true or false") is not False

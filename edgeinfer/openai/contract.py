@@ -63,6 +63,8 @@ class MessageObject(TypedDict):
     content: str | None
     refusal: None
     tool_calls: NotRequired[list[ToolCallObject]]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
 
 
 class FunctionDelta(TypedDict, total=False):
@@ -88,6 +90,8 @@ class MessageDelta(TypedDict, total=False):
     content: str | None
     refusal: None
     tool_calls: list[ToolCallDelta]
+    reasoning_content: str
+    reasoning: str
 
 
 class LogprobsObject(TypedDict):
@@ -122,6 +126,7 @@ class UsageObject(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: NotRequired[dict[str, int]]
 
 
 class _Head(TypedDict):
@@ -167,6 +172,8 @@ class ReplyStream(Protocol):
     ) -> None: ...
 
     def close(self) -> None: ...
+
+    def answer_now(self) -> bool: ...
 
 
 StreamT = TypeVar("StreamT", bound=ReplyStream)

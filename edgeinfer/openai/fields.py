@@ -8,7 +8,7 @@ from typing import Any
 
 from edgeinfer.core.errors import UsageError, shown
 from edgeinfer.core.options import flat_options, is_integer, nearest, options_of
-from edgeinfer.core.options.reply import FORMS, REPLY_GROUPS, ReplyOptions
+from edgeinfer.core.options.reply import REPLY_GROUPS, ReplyOptions
 from edgeinfer.core.version import VERSION
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.schemas import closed
@@ -21,7 +21,7 @@ _OTHERS: tuple[tuple[tuple[Any, ...] | None, str], ...] = (
     (
         None,
         "cache_salt details guided_decoding_backend include_reasoning keep_alive mirostat_eta mirostat_tau priority "
-        "provider reasoning_format request_id route session_id smoothing_curve spaces_between_special_tokens "
+        "provider reasoning_control request_id route session_id smoothing_curve spaces_between_special_tokens "
         "sse_ping_interval temperature_last timings_per_token ttl usage",
     ),
     (("medium",), "verbosity"),
@@ -217,7 +217,13 @@ def _asked(option: str, value: Any) -> Any:
         return max(0, value)
     if option == "thinking_budget" and is_integer(value) and value < 0:
         return None
+    if option == "reasoning_format":
+        return _REASONING_FORMATS.get(value, value) if isinstance(value, str) else value
     return value
+
+
+# Other servers' formats; what they tell apart goes into the same fields here.
+_REASONING_FORMATS = {"raw": "none", "parsed": "auto", "hidden": "auto", "deepseek": "auto", "deepseek-legacy": "auto"}
 
 
 def as_whole(value: Any) -> Any:
@@ -341,19 +347,18 @@ def _form(inner: Fields) -> dict[str, Any]:
     return {"json_schema": closed(schema)}
 
 
-def thinking(fields: Fields, options: dict[str, Any], *, calls: bool = False) -> dict[str, Any]:
+def thinking(fields: Fields, options: dict[str, Any]) -> dict[str, Any]:
     """Variables of the chat template from the fields that say whether and how much to think. The token budget of
-    thoughts is added to `options`, unless the reply follows a grammar, as one with calls does."""
+    thoughts is added to `options`."""
     variables: dict[str, Any] = {}
-    budgets: dict[str, dict[str, Any]] = {}
-    for effort in (fields.text("reasoning_effort"), *_reasoning(fields, variables, budgets)):
+    for effort in (fields.text("reasoning_effort"), *_reasoning(fields, variables, options)):
         variables |= {"reasoning_effort": effort} if effort else {}
     for name in ("enable_thinking", "think", "thinking"):
         kinds = (bool, str, dict) if name == "thinking" else (bool, str)
         value = fields.take(name, kinds, "true or false")
         if isinstance(value, dict):
             inner = Fields(value, f"{name}.", fields.ignored)
-            budgets[f"{name}.budget_tokens"] = inner.option("budget_tokens", "thinking_budget")
+            options |= inner.option("budget_tokens", "thinking_budget")
             value = {"disabled": False, "enabled": True, "adaptive": True}.get(inner.text("type") or "")
             inner.ignore("display")
             inner.end()
@@ -363,15 +368,10 @@ def thinking(fields: Fields, options: dict[str, Any], *, calls: bool = False) ->
             variables["reasoning_effort"] = value
     if variables.get("reasoning_effort") == "none":  # OpenAI's word, which few templates know
         variables.setdefault("enable_thinking", False)
-    for name, budget in budgets.items():
-        if not (calls or any(form in options for form in FORMS)):
-            options |= budget
-        elif budget:
-            fields.leave_out(name)
     return variables
 
 
-def _reasoning(fields: Fields, variables: dict[str, Any], budgets: dict[str, dict[str, Any]]) -> list[str | None]:
+def _reasoning(fields: Fields, variables: dict[str, Any], options: dict[str, Any]) -> list[str | None]:
     """Read OpenRouter's field, which /v1/responses has too; return its effort."""
     inner = fields.inner("reasoning")
     if inner is None:
@@ -379,7 +379,7 @@ def _reasoning(fields: Fields, variables: dict[str, Any], budgets: dict[str, dic
     enabled = inner.take("enabled", bool, "true or false")
     if enabled is not None:
         variables["enable_thinking"] = enabled
-    budgets["reasoning.max_tokens"] = inner.option("max_tokens", "thinking_budget")
+    options |= inner.option("max_tokens", "thinking_budget")
     effort = inner.text("effort")
     inner.ignore("summary", "generate_summary", "exclude", "context")
     inner.end()

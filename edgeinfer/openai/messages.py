@@ -14,6 +14,8 @@ Message = dict[str, Any]
 
 # OpenAI's newer word for the system's messages; templates know the older one.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# Names of a message's thought; templates know the first.
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -33,6 +35,9 @@ def read_message(message: Any, where: str) -> Message:
     read = {key: value for key, value in message.items() if value is not None}
     calls = read.pop("tool_calls", [])
     read["role"] = _ROLES[role]
+    thought = next((read.pop(name) for name in _THOUGHTS if name in read), None)
+    if role == "assistant" and isinstance(thought, str) and thought:
+        read["reasoning_content"] = thought
     content = read.get("content", read.pop("refusal", None) if role == "assistant" else None)
     if content is None and role != "assistant":
         raise RequestError(f"{where}.content is missing.", "Set it to a string.", param=f"{where}.content")

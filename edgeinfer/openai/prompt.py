@@ -15,7 +15,7 @@ from edgeinfer.core.errors import ContextLengthError, GrammarError
 from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.records import dataclass
 from edgeinfer.openai.calls import PlainReader, ReplyReader
-from edgeinfer.openai.contract import ChatModel, Event, StreamT
+from edgeinfer.openai.contract import ChatModel, Event, ReplyStream, StreamT
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import FINGERPRINT, Fields
 from edgeinfer.openai.infill import Gap
@@ -193,6 +193,8 @@ class PromptReplies:
         self._each = each
         self._prompts = list(prompts)
         self._replies = [Reply() for _ in range(self.n)]
+        self._streams: list[ReplyStream] = []
+        self._head: dict[str, Any] = {}  # of every answer; its id is the request's
 
     def check(self, model: ChatModel[Any]) -> None:
         self._prompts[0].check(model)
@@ -205,6 +207,7 @@ class PromptReplies:
         place, reply = divmod(index, self._each)
         stream, reader = self._prompts[place].start(model, reply, ended)
         self._replies[index] = Reply(reader)
+        self._streams.append(stream)
         self._note()
         return stream
 
@@ -214,6 +217,15 @@ class PromptReplies:
         tokens = self._prompts[0].tokens if isinstance(self._prompts[0], ChatPrompt) else self._prompts[0].prompt
         assert isinstance(tokens, PromptTokens), "it was prepared"
         return len(tokens.ids)
+
+    @property
+    def id(self) -> str:
+        """The id of the answer; empty where it has none."""
+        return str(self._head.get("id", ""))
+
+    def answer_now(self) -> int:
+        """End the thoughts of the replies; return how many were inside one."""
+        return sum(stream.answer_now() for stream in self._streams)
 
     def _note(self) -> None:
         """Add constraints that are not enforced, which are known once the form of the reply is made."""

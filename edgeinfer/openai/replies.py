@@ -9,7 +9,7 @@ from typing import Any
 
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import Chunk, Result, TokenLogprob
-from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, PlainReader, ReplyReader, TextPiece
+from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, PlainReader, ReasoningPiece, ReplyReader, TextPiece
 
 
 @dataclass
@@ -26,7 +26,8 @@ class Reply:
     """A reply that is being made."""
 
     reader: ReplyReader = field(default_factory=PlainReader)
-    text: str = ""  # so far, without calls
+    text: str = ""  # so far, without thoughts and calls
+    reasoning: str = ""  # thoughts so far
     calls: list[Call] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # those of all tokens so far
     unsent: list[TokenLogprob] = field(default_factory=list)  # those that were not sent yet
@@ -36,12 +37,17 @@ class Reply:
         """Add a chunk and return the pieces that became certain with it."""
         self.logprobs += chunk.logprobs
         self.unsent += chunk.logprobs
-        return self._gathered(self.reader.push(chunk))
+        return self._gathered(self._split(chunk))
 
     def finish(self, result: Result) -> list[Piece]:
         """Add the result and return the pieces that were held back."""
         self.result = result
         return self._gathered(self.reader.finish())
+
+    def _split(self, chunk: Chunk) -> list[Piece]:
+        """Thoughts and the rest; what reads like a call in a thought is none."""
+        thought: list[Piece] = [ReasoningPiece(chunk.reasoning)] if chunk.reasoning else []
+        return thought if chunk.thinking and not chunk.text else [*thought, *self.reader.push(chunk)]
 
     def take_logprobs(self) -> list[TokenLogprob]:
         """Log-probabilities to send now."""
@@ -68,6 +74,8 @@ class Reply:
             match piece:
                 case TextPiece(text):
                     self.text += text
+                case ReasoningPiece(text):
+                    self.reasoning += text
                 case CallPiece(_, id_, name):
                     self.calls.append(Call(id_, name))
                 case ArgumentsPiece(place, text):
@@ -79,12 +87,13 @@ def usage(results: Sequence[Result], per_prompt: int = 1) -> dict[str, Any]:
     prompts = results[::per_prompt]
     prompt = sum(result.usage.prompt_tokens for result in prompts)
     completion = sum(result.usage.completion_tokens for result in results)
+    thought = sum(result.usage.reasoning_tokens for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(r.timings.cached_prompt_tokens for r in prompts)},
-    }
+    } | ({"completion_tokens_details": {"reasoning_tokens": thought}} if thought else {})
 
 
 def responses_usage(results: Sequence[Result]) -> dict[str, Any]:
@@ -97,7 +106,7 @@ def responses_usage(results: Sequence[Result]) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": counted["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": sum(result.usage.reasoning_tokens for result in results)},
         "total_tokens": counted["total_tokens"],
     }
 

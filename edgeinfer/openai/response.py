@@ -10,7 +10,7 @@ from typing import Any
 
 from edgeinfer.core.options.reply import ReplyOptions
 from edgeinfer.core.results import Chunk, Result, TokenLogprob
-from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, TextPiece
+from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, Piece, ReasoningPiece, TextPiece
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.detection import dialect_of
 from edgeinfer.openai.errors import RequestError
@@ -21,9 +21,9 @@ from edgeinfer.openai.replies import entries, responses_usage, timings
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 
 _KEPT = "It holds a picture, or what only the server that wrote it can read: send the messages themselves."
-# Items that the model does not see: reasoning, and the work of tools that another server ran.
+# Items that the model does not see: the work of tools that another server ran.
 _UNSEEN = (
-    "reasoning", "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
+    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
     "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output",
     "additional_tools", "compaction_trigger", "program", "program_output", "computer_call", "configuration_update",
 )  # fmt: skip
@@ -41,7 +41,7 @@ _ANSWERS = {f"{kind}_output" for kind in ("function_call", *_CALLS)}
 def read_input(
     value: Any, instructions: str | None, leave_out: Callable[[str], None] = lambda _: None
 ) -> list[Message]:
-    """The conversation that a response continues; `leave_out` is called with each ignored item except reasoning."""
+    """The conversation that a response continues; `leave_out` is called with each ignored item."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list) or not items:
         raise RequestError(
@@ -68,12 +68,21 @@ def _messages(item: Any, where: str, leave_out: Callable[[str], None]) -> list[M
         return [call, _answer(item, where)] if kind == "mcp_call" and item.get("output") is not None else [call]
     if kind in _ANSWERS:
         return [_answer(item, where)]
+    if kind == "reasoning":
+        thought = _written(item.get("content")) or _written(item.get("summary"))
+        return [{"role": "assistant", "content": "", "reasoning_content": thought}] if thought else []
     if kind in _UNSEEN:
-        if kind != "reasoning":
-            leave_out(f"{where} ({kind})")
+        leave_out(f"{where} ({kind})")
         return []
     message = f"{where} is {f'of type {kind!r}' if isinstance(kind, str) else 'no item'}."
     raise RequestError(message, _KEPT, param=where, code="unsupported_content")
+
+
+def _written(parts: Any) -> str:
+    """The text of a reasoning item's content or summary."""
+    listed = parts if isinstance(parts, list) else []
+    texts = [part.get("text") for part in listed if isinstance(part, Mapping)]
+    return "\n\n".join(text for text in texts if isinstance(text, str))
 
 
 def _call(item: Mapping[str, Any], name: Any, arguments: Any, where: str) -> Message:
@@ -96,15 +105,24 @@ def _id(item: Mapping[str, Any]) -> Any:
 
 
 def _by_turn(messages: list[Message]) -> list[Message]:
-    """Merge each turn of the assistant into one message: its text, then its calls."""
+    """Merge each turn of the assistant into one message: its thought, its text, then its calls."""
     turns: list[Message] = []
     for message in messages:
         before = turns[-1] if turns else None
         if before is not None and message.get("tool_calls") and before["role"] == "assistant":
-            turns[-1] = {**before, "tool_calls": [*before.get("tool_calls", ()), *message["tool_calls"]]}
+            calls = [*before.get("tool_calls", ()), *message["tool_calls"]]
+            turns[-1] = {**before, "content": before["content"] or None, "tool_calls": calls}
+        elif before is not None and message["role"] == "assistant" and _only_thinks(before):
+            thoughts = [before["reasoning_content"], message.get("reasoning_content")]
+            turns[-1] = {**message, "reasoning_content": "\n\n".join(filter(None, thoughts))}
         else:
             turns.append(message)
-    return turns
+    # A thought that nothing follows is of a reply that was cut off.
+    return turns[:-1] if len(turns) > 1 and _only_thinks(turns[-1]) else turns
+
+
+def _only_thinks(message: Message) -> bool:
+    return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
 
 
 # Cutting a conversation that is too long: not done here, so that the error shows.
@@ -198,6 +216,25 @@ class CallItem(Item):
         return {"id": self.id, "type": "function_call", "status": status, **call}
 
 
+class ReasoningItem(Item):
+    def __init__(self, place: int) -> None:
+        super().__init__(place, "rs")
+        self._content = {**self._place, "content_index": 0}
+        self._text = ""
+
+    def delta(self, text: str) -> list[Event]:
+        self._text += text
+        return [{"type": "response.reasoning_text.delta", **self._content, "delta": text}]
+
+    def closing(self, status: str) -> list[Event]:
+        done = {"type": "response.reasoning_text.done", **self._content, "text": self._text}
+        return [done, *super().closing(status)]
+
+    def whole(self, status: str) -> Event:
+        content = [] if status == "in_progress" else [{"type": "reasoning_text", "text": self._text}]
+        return {"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
 class ResponseCompletion(PromptReplies):
     """Implements `contract.Completion` for a response."""
 
@@ -216,7 +253,7 @@ class ResponseCompletion(PromptReplies):
         options |= sampling(fields) | _text(fields)
         if self._logprobs_wanted:
             options["logprobs"] = alternatives or 0
-        variables = thinking(fields, options, calls=choice.mode != "none")
+        variables = thinking(fields, options)
         effort = variables.get("reasoning_effort")
         metadata = fields.take("metadata", dict, "an object") or {}
         fields.ignore(*_IGNORED)
@@ -259,7 +296,7 @@ class ResponseCompletion(PromptReplies):
     def finished(self, index: int, result: Result) -> list[Event]:
         events = self._events(self._reply.finish(result))
         left = self._logprobs()
-        if not self._items or left:
+        if not any(isinstance(item, MessageItem | CallItem) for item in self._items) or left:
             events += self._text("", left)
         return self._numbered(events + self._close(self._status))
 
@@ -279,6 +316,12 @@ class ResponseCompletion(PromptReplies):
             match piece:
                 case TextPiece(text):
                     events += self._text(text, self._logprobs())
+                case ReasoningPiece(text):
+                    if not self._items or not isinstance(self._items[-1], ReasoningItem):
+                        events += self._open(ReasoningItem(len(self._items)))
+                    item = self._items[-1]
+                    assert isinstance(item, ReasoningItem), "it was just opened"
+                    events += item.delta(text)
                 case CallPiece(_, id_, name):
                     events += self._open(CallItem(len(self._items), id_, name))
                 case ArgumentsPiece(_, text):
@@ -290,7 +333,7 @@ class ResponseCompletion(PromptReplies):
     def _text(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
         events: list[Event] = []
         if not self._items or not isinstance(self._items[-1], MessageItem):
-            if not text and self._items:
+            if not text and self._items and isinstance(self._items[-1], CallItem):
                 return []  # log-probabilities of a call have no field
             events += self._open(MessageItem(len(self._items)))
         item = self._items[-1]

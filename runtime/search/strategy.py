@@ -22,7 +22,7 @@ from edgeinfer.runtime.backends.contract import Pass, PreemptedError
 from edgeinfer.runtime.decoding import sequence as decoding
 from edgeinfer.runtime.decoding.sequence import Evaluate, Passes, Strategy
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
-from edgeinfer.runtime.sampling.thinking import ThinkingBudget
+from edgeinfer.runtime.sampling.thinking import thought_limit
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
 from edgeinfer.runtime.text.streaming import ReplyText
 
@@ -49,8 +49,8 @@ class SearchParts:
         vocabulary = self.sequence.backend.geometry.vocab_size
         seed, pieces = (self.sampler.seed + index) % _SEEDS, partial(bytes_of, self.tokenizer)
         processor = LogitsProcessor(self.config, vocabulary, seed, pieces)
-        budget = self.config.thinking_budget
-        return Sampler(processor, prompt, None if budget is None else ThinkingBudget(self.tokenizer, budget, prompt))
+        budget, tokenizer = self.config.thinking_budget, self.tokenizer
+        return Sampler(processor, prompt, None if budget is None else thought_limit(tokenizer, budget, prompt))
 
     def room(self) -> tuple[int, str]:
         """Rows that texts side by side may take behind the reply's, and the option that bounds them."""

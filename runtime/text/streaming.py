@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, BYTE_TOKEN, TokenizerLike, token_bytes
 from edgeinfer.runtime.text.special_tokens import SpecialTokens
+from edgeinfer.runtime.text.thoughts import ThoughtSplitter
 
 
 class StopMatcher:
@@ -163,8 +164,8 @@ _FIRST_SURROGATE, _SURROGATES = 0xD800, 0x800
 
 
 class ReplyText:
-    """The text of a reply as its tokens come, up to a stop token or a stop string, none of which is looked for in calls
-    of functions; special tokens that stop strings spell are found where the token is drawn."""
+    """The text of a reply as its tokens come, up to a stop token or a stop string, none of which is looked for in
+    thoughts and calls of functions; special tokens that stop strings spell are found where the token is drawn."""
 
     def __init__(
         self,
@@ -173,8 +174,10 @@ class ReplyText:
         stop_ids: frozenset[int],
         context_ids: Sequence[int] = (),
         calls: CallMark | None = None,
+        thoughts: ThoughtSplitter | None = None,
     ) -> None:
         self._stop_ids = stop_ids
+        self._thoughts, self._special_ids = thoughts, tokenizer.special_ids
         self._decoder = StreamDecoder(tokenizer, context_ids)
         self._special = _SpecialTokensInStops(tokenizer, stops, stop_ids) if stops else None
         matcher = StopMatcher(self._special.stops) if self._special is not None else None
@@ -182,6 +185,7 @@ class ReplyText:
         self._call_token = None if calls is None else calls.token
         self._stops = matcher if self._calls is None else self._calls
         self._shown: list[str] = []
+        self._reasoning: list[str] = []
         self._late = ""  # shown with a stop token
         self.tokens: list[int] = []  # so far, a stop token included
         self.decoded = ""  # text that became certain with the last of them, whether it may be shown or not
@@ -202,7 +206,10 @@ class ReplyText:
         """Add a token; return the text that may be shown with it."""
         self.tokens.append(token)
         is_end = token in self._stop_ids
-        self.decoded = text = "" if is_end else self._decoder.push(token)
+        text = "" if is_end else self._decoder.push(token) if self._thoughts is None else self._answer(token)
+        self.decoded = text
+        if self._thoughts is not None and self._thoughts.in_thought and not (text or is_end):
+            return ""
         if self._calls is not None and token == self._call_token:
             text, self.ended = self._calls.begin()
         elif self._stops is not None and self._special is not None:
@@ -214,9 +221,28 @@ class ReplyText:
         self._shown.append(text)
         return text
 
+    @property
+    def reasoning(self) -> str:
+        """The thoughts so far."""
+        return "".join(self._reasoning)
+
+    def _answer(self, token: int) -> str:
+        """The part of a token's text that belongs to the answer."""
+        thoughts = self._thoughts
+        assert thoughts is not None, "the reply may hold some"
+        mark = thoughts.tags.mark(token)
+        text = self._decoder.flush() + mark if mark else self._decoder.push(token)
+        # Text that waits for a tag must not come behind a special token, such as the mark of a call.
+        text = thoughts.push(text, settles=not mark and token in self._special_ids)
+        self._reasoning.append(thoughts.reasoning)
+        return text
+
     def finish(self) -> str:
         """Return the withheld text at the end of the reply."""
         text = self._decoder.flush()
+        if self._thoughts is not None:
+            text = self._thoughts.finish(text)
+            self._reasoning.append(self._thoughts.reasoning)
         if self._stops is not None and self._special is not None:
             text, found = self._stops.push(text)
             text = self._special.visible(text + ("" if found else self._stops.flush()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache, cached_property
@@ -31,6 +32,8 @@ _DIRECTIVES = "aAbBcdDeFfGgHhIjklMmpPRsSTuUVwWxXyYzZ"
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 Variables = Mapping[str, Any] | None
+# What gpt-oss's template calls a message's thought.
+_THINKING = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
 
 
 class ChatTemplate:
@@ -114,6 +117,10 @@ class ChatTemplate:
         if (variables or {}).get("documents") and "documents" not in self.source:
             raise TemplateError("The chat template takes no documents.", "Put their texts into a message.")
         conversation = _conversation(messages)
+        if "reasoning_content" not in self.source and _THINKING.search(self.source):
+            for message in conversation:
+                if "reasoning_content" in message:
+                    message["thinking"] = message.pop("reasoning_content")
         probe = ProbeConversation.of(conversation, tools)
         key = hashlib.sha256(f"{probe.key} {add_generation_prompt} {variables!r}".encode("utf-8", "surrogatepass"))
         found = self._forms.get(key.digest())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
-from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options import (
     LARGEST_COUNT,
     LARGEST_SIZE,
@@ -245,6 +245,18 @@ class ReplyOptions(SamplingOptions, SearchSettings, ComputeSettings, ReplyDrafti
         "maximum number of tokens of a thought, such as between <think> and </think>; then its end is forced "
         "(default: none)",
         0,
+        wire=("reasoning_budget_tokens", "thinking_budget_tokens"),
+    )
+    thinking_message: str = _text(
+        "",
+        "text to write at the end of a thought that is cut short (default: none)",
+        metavar="TEXT",
+        wire=("reasoning_budget_message",),
+    )
+    reasoning_format: str = _text(
+        "auto",
+        "none leaves the thoughts of a chat's reply in its text (default: auto, which tells them apart)",
+        choices=("auto", "none"),
     )
     parse_special: bool | None = _text(
         None, "treat special tokens spelled out in the prompt as special tokens (default: only with --raw)"
@@ -314,11 +326,6 @@ class ReplyOptions(SamplingOptions, SearchSettings, ComputeSettings, ReplyDrafti
         require(isinstance(schema, Mapping | str | None), "json_schema", schema, rule)
         forms = [name for name in FORMS if getattr(self, name) not in (None, False, ())]
         require_alone(forms)
-        if self.thinking_budget is not None and forms:
-            message = (
-                Setting("thinking_budget") + " does not go with " + Setting(forms[0]) + ": that leaves no thought."
-            )
-            raise UsageError(message, "Leave one of them out.")
 
     def _check_texts(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop

@@ -202,6 +202,10 @@ class RequestDict(_Sampling, _Search, _Compute, _ReplyDrafting, total=False):
     thinking_budget: int | None
     """Maximum number of tokens of a thought, such as between <think> and </think>; then its end is forced (default:
     none)."""
+    thinking_message: str | None
+    """Text to write at the end of a thought that is cut short (default: none)."""
+    reasoning_format: str | None
+    """None leaves the thoughts of a chat's reply in its text (default: auto, which tells them apart)."""
     parse_special: bool | None
     """Treat special tokens spelled out in the prompt as special tokens (default: only with --raw)."""
     search: SearchOption | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,8 @@ from edgeinfer.runtime.sampling.constraint import (
     first_accepted,
 )
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
-from edgeinfer.runtime.sampling.thinking import ThinkingBudget, thinking_tags
+from edgeinfer.runtime.sampling.thinking import ThoughtConstraint, repetition, thought_limit
+from edgeinfer.runtime.text.thoughts import FORMATS, ThoughtStart, ThoughtTags
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, letters_logits
 from tests.speculation import needs_builtin
 
@@ -225,7 +227,7 @@ class Tagged(Spelled):
         return self.tags.get(text)
 
 
-def follow(budget: ThinkingBudget, wanted: str) -> str:
+def follow(budget: ThoughtConstraint, wanted: str) -> str:
     """A text that goes on as is wanted where it may."""
     found, left = "", iter(wanted)
     while True:
@@ -249,21 +251,19 @@ def test_thoughts_end_where_they_have_had_their_tokens() -> None:
         (3, "", "abcdefg<thin>abcd", "abcdefg<thin>abcd"),
     ]
     for most, prompt, wanted, expected in rows:
-        assert follow(ThinkingBudget(Spelled(), most, list(map(ord, prompt))), wanted) == expected
+        assert follow(thought_limit(Spelled(), most, list(map(ord, prompt))), wanted) == expected
 
 
 def test_tags_that_are_tokens_are_those_alone() -> None:
     tokenizer = Tagged()
-    assert thinking_tags(tokenizer) == ("[THINK]", "[/THINK]")
-    assert thinking_tags(Spelled()) == ("<think>", "</think>")
-    assert follow(ThinkingBudget(tokenizer, 2, []), "\x01abcd") == "\x01ab\x02cd"
-    assert follow(ThinkingBudget(tokenizer, 2, [1, 97]), "abcd") == "ab\x02cd"
+    assert follow(thought_limit(tokenizer, 2, []), "\x01abcd") == "\x01ab\x02cd"
+    assert follow(thought_limit(tokenizer, 2, [1, 97]), "abcd") == "ab\x02cd"
     # A user's text that reads like a tag opens no thought.
-    assert follow(ThinkingBudget(tokenizer, 2, list(map(ord, "[THINK]"))), "abcd") == "abcd"
+    assert follow(thought_limit(tokenizer, 2, list(map(ord, "[THINK]"))), "abcd") == "abcd"
 
 
 def test_what_is_pushed_is_undone() -> None:
-    budget = ThinkingBudget(Spelled(), 2, [])
+    budget = thought_limit(Spelled(), 2, [])
     for token in map(ord, "<think>ab"):
         budget.push(token)
     assert "".join(map(chr, budget.forced())) == "</think>"
@@ -276,9 +276,7 @@ def test_what_is_pushed_is_undone() -> None:
     assert budget.allowed() is None and not budget.forced()
 
 
-def test_it_goes_with_some_searches_and_no_form() -> None:
-    with pytest.raises(UsageError, match="leaves no thought"):
-        ReplyOptions(thinking_budget=3, choices=("a", "b"))
+def test_it_goes_with_some_searches() -> None:
     with pytest.raises(UsageError, match="out of range"):
         ReplyOptions(thinking_budget=-1)
     for search in ("vote", "samples"):
@@ -287,9 +285,74 @@ def test_it_goes_with_some_searches_and_no_form() -> None:
         Trial(LettersBackend(), search="beam", thinking_budget=3)
 
 
+def thinking(inside: bool = True, **options: Any) -> ThoughtConstraint:
+    tokenizer = Tagged()
+    tags = ThoughtTags(FORMATS[1], tokenizer)
+    return ThoughtConstraint(tokenizer, tags, ThoughtStart(inside, not inside), **options)
+
+
+def test_a_text_closes_a_thought_that_is_cut_short() -> None:
+    budget = thinking(budget=2, closing=" so")
+    assert follow(budget, "abcd") == "ab so\x02cd" and budget.end == "budget"
+    asked = thinking(closing="!")
+    assert follow(asked, "ab") == "ab"
+    asked.end_thought()
+    assert follow(asked, "cd") == "!\x02cd" and asked.end == "request"
+    ended = thinking()
+    assert follow(ended, "a\x02b") == "a\x02b" and ended.end == "model"
+
+
+@given(st.integers(1, 300), st.integers(0, 3000), st.integers(0, 99))
+@settings(max_examples=20)
+def test_circles_are_measured(period: int, before: int, seed: int) -> None:
+    words = np.random.default_rng(seed).integers(0, 50_000, before + period).tolist()
+    assert repetition(words[:before] + words[before:] * (600 // period + 4)) > 0.95
+    assert repetition(words) < 0.1
+
+
+def test_a_thought_that_goes_in_circles_is_ended() -> None:
+    circling = thinking(watched=True)
+    found = follow(circling, "Wait, let me think again. " * 100 + "\x02ok")
+    assert 512 <= found.index("\x02") < 700 and circling.end == "repetition"
+    # A thought that repeats itself twice does not.
+    twice = "".join(map(chr, np.random.default_rng(0).integers(200, 9000, 1500))) * 2
+    assert follow(thinking(watched=True), twice) == twice
+
+
+@given(st.lists(st.one_of(st.sampled_from([1, 2, *range(97, 102)]), st.none()), max_size=60), st.booleans())
+def test_what_follows_a_thought_is_strict(moves: Sequence[int | None], inside: bool) -> None:
+    """However tokens are pushed and popped, what may follow is what a new constraint says behind the same tokens."""
+
+    def new() -> ThoughtConstraint:
+        inner = ChoiceConstraint(ChoiceTrie([[97, 98], [99]], [END]))
+        return thinking(inside, inner=inner, budget=5, closing="z", end_ids=[END], vocab_size=128)
+
+    constraint, tokens = new(), list[int]()
+    for move in moves:
+        if move is None:
+            count = min(len(tokens), 2)
+            constraint.pop(count)
+            del tokens[len(tokens) - count :]
+        else:
+            constraint.push(move)
+            tokens.append(move)
+        fresh = new()
+        for token in tokens:
+            fresh.push(token)
+        allowed, expected = constraint.allowed(), fresh.allowed()
+        assert allowed is not None and expected is not None and allowed.tolist() == expected.tolist()
+        assert list(constraint.forced()) == list(fresh.forced())
+    text = "".join(map(chr, tokens))
+    if re.fullmatch("[a-e]{0,4}\x02" if inside else "\x01[a-e]{0,4}\x02", text):
+        assert constraint.allowed().tolist() == [97, 99]  # type: ignore[union-attr]
+    if not tokens:
+        ids = constraint.allowed().tolist()  # type: ignore[union-attr]
+        assert ids == ([id_ for id_ in range(128) if id_ != END] if inside else [1, 97, 99])
+
+
 def test_only_the_end_can_be_drawn() -> None:
     config = ReplyOptions(temperature=1.0, thinking_budget=1)
-    sampler = Sampler(LogitsProcessor(config, V, 1), [1], ThinkingBudget(Tagged(), 1, [1]))
+    sampler = Sampler(LogitsProcessor(config, V, 1), [1], thought_limit(Tagged(), 1, [1]))
     logits = np.zeros(V, np.float32)
     sampler.accept(0, logits)
     assert {sampler.sample(logits, position) for position in range(20)} == {2}

@@ -103,6 +103,7 @@ export const reloadTools = () => call("POST", "/tools/reload");
 export const allowTool = (server, tool, permission) =>
   call("POST", "/tools/allow", { body: { server, tool, permission } });
 export const stopReply = (id) => call("POST", `${chat(id)}/stop`);
+export const answerNow = (id) => call("POST", `${chat(id)}/answer`);
 export const importConversation = (text) => call("POST", "/import", { body: text });
 export const exportAddress = (id, format) => `${BASE}${chat(id)}/export?format=${format}`;
 export const replyAddress = (id) => `${BASE}${chat(id)}/reply`;

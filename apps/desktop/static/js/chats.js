@@ -168,6 +168,12 @@ export async function stop() {
   if (shown?.replying) await api.stopReply(shown.id).catch(report);
 }
 
+/** Has the model end its thought. */
+export async function answerNow() {
+  const shown = get().conversation;
+  if (shown?.replying) await api.answerNow(shown.id).catch(report);
+}
+
 /** Shows another version of a message and what followed it. */
 export async function switchTo(message) {
   const shown = get().conversation;

@@ -62,6 +62,18 @@ function showBody(view, body) {
     body.replaceChildren(text);
   }
   showMarkdown(text, message.html);
+  showAnswerNow(body, message);
+}
+
+/** While the model thinks, it can be asked for its answer. */
+function showAnswerNow(body, { status, content }) {
+  const thinks = status === "replying" && content.startsWith("<think>") && !content.includes("</think>");
+  const shown = body.querySelector(":scope > .answer-now");
+  if (!thinks) shown?.remove();
+  else if (!shown) {
+    const asks = { type: "button", class: "button small answer-now", onclick: chats.answerNow };
+    body.append(h("button", asks, "Answer now"));
+  }
 }
 
 /** The files of a message stand above it. */
