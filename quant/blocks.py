@@ -3,7 +3,7 @@ nothing of how codes and scales are chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,16 @@ class Solver:
 
     rows: int  # rows at a time, which limits its memory
     solve: Callable[[Floats], Codes]  # rows (n, K) to their codes, each row independently
+
+
+def joined(parts: Sequence[tuple[slice, Solver]]) -> Solver:
+    """The solver of rows, each of whose runs of columns one of these solves."""
+
+    def solve(rows: Floats) -> Codes:  # (n, K)
+        codes = [part.solve(rows[:, run]) for run, part in parts]
+        return Codes(*(np.concatenate([getattr(c, f) for c in codes], axis=1) for f in ("values", "scales", "zeros")))
+
+    return Solver(min(part.rows for _, part in parts), solve)
 
 
 def packed(solver: Solver, weight: Floats, scheme: QuantScheme) -> QuantizedMatrix:  # (N, K)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.core.errors import UsageError
 from edgeinfer.quant import block_types, gptq, rtn, vectors
-from edgeinfer.quant.blocks import Grid, Solver, packed, restored
+from edgeinfer.quant.blocks import Grid, Solver, joined, packed, restored
 from edgeinfer.quant.policy import QuantScheme
-from edgeinfer.quant.statistics import InputStatistics
+from edgeinfer.quant.statistics import InputStatistics, runs_of
 
 Floats = NDArray[np.float32]
 Needs = Literal["nothing", "hessian"]
@@ -39,6 +39,10 @@ class Method:
         """The solver of a grid; that of vectors feeds errors forward for the methods that do."""
         if grid.kind and self.needs != "hessian":
             return block_types.solver(grid, k, statistics)
+        runs = runs_of(k)
+        if self.needs == "hessian" and statistics is not None and len(runs) > 1:
+            parts = [(run, self.set_up(grid, run.stop - run.start, statistics.part(run))) for run in runs]
+            return joined(parts)
         if grid.vectors:
             return vectors.solver(grid, k, statistics, hessian=self.needs == "hessian")
         return self.solver(grid, k, statistics)

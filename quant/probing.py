@@ -25,12 +25,15 @@ from edgeinfer.quant.calibration_layers import Signal, StreamWalk
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 # Called for every matrix with its name, its values and its inputs (T, K); inputs of experts are already multiplied by
-# what their results will be. An embedding's are None, unless it is the head, too.
+# what their results will be. Of the embedding it is called with the rows that are looked up, and None; where that is
+# the head, too, once more as "head".
 Look = Callable[[str, Floats, Floats | None], None]
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # The rounding of probes: levels in blocks of 32, of one matrix about what 4 bits do, of all of them what 5 do.
 _LEVELS, _JOINT_LEVELS, _BLOCK = 7.0, 15.0, 32
+# The share of its input's energy from which on a column is not rounded.
+_HUGE = 0.1
 # Streams that walk through a layer together; their widest activations lie in memory at once.
 _STREAMS = 16
 # A minute of two slow cores; at most so many tokens, which more would not make more exact, and at least these.
@@ -61,6 +64,17 @@ def rounded(weight: Floats, levels: float = _LEVELS, block: int = _BLOCK) -> Flo
     return values.reshape(n, -1)[:, :k]
 
 
+def coarse(weight: Floats, x: Floats | None, levels: float = _LEVELS) -> Floats:  # (N, K), (T, K) -> (N, K)
+    """A matrix rounded as for a probe with these inputs: columns that a few tokens' huge inputs meet are kept, as all
+    that weighs errors by inputs does nearly. Their errors would be all that the probe measures."""
+    values = rounded(weight, levels)
+    if x is not None and len(x):
+        energy = np.einsum("tk,tk->k", x, x, dtype=np.float64)
+        huge = energy > _HUGE * energy.sum()
+        values[:, huge] = weight[:, huge]
+    return values
+
+
 def probe_tokens(spec: DecoderSpec, parameters: int) -> int:
     """Number of tokens for which probing a model takes a minute."""
     probes = 4 * spec.num_layers + 2
@@ -75,26 +89,21 @@ def probe_decoder(
     once."""
     walk = _ProbeWalk(spec, tensors, [len(text) for text in texts], look)
     tokens = np.concatenate(list(texts))
-    embedding = tensors("embed")
-    if not spec.tied:
-        look("embed", embedding, None)
-    rows = embedding[tokens]
-    coarse = rounded(rows)
-    walk.errors["embed"] = {"embed": _mean_square(coarse - rows)}
-    streams: dict[str, Floats] = {"": rows.copy(), "embed": coarse}
-    del embedding
+    rows = tensors("embed")[tokens]
+    look("embed", rows, None)
+    other = rounded(rows)
+    walk.errors["embed"] = {"embed": _mean_square(other - rows)}
+    streams: dict[str, Floats] = {"": rows.copy(), "embed": other}
     for layer in range(spec.num_layers):
         streams = walk.step(layer, streams)
         if progress is not None:
             progress("sensitivity", layer + 1, spec.num_layers)
     final = {name: walk.norm("final_norm", stream) for name, stream in streams.items()}
-    own = "embed" if spec.tied else "head"
-    head = tensors(own)
-    look(own, head, final[""])
-    if not spec.tied:
-        final["head"] = final[""]
-        walk.errors["head"] = {"head": 1.0}
-    found = _divergences(head, final, {own: _LEVELS})
+    head = tensors("embed" if spec.tied else "head")
+    look("head", head, final[""])
+    final["head"] = final[""]
+    walk.errors["head"] = {"head": 1.0}
+    found = _divergences(head, final, {"head": _LEVELS})
     return {name: Probe(kl, walk.errors[name]) for name, kl in found.items()}
 
 
@@ -118,7 +127,7 @@ class _JointWalk(StreamWalk):
 
     def weights(self, name: str, inputs: Signal) -> Signal:
         weight = self.tensor(name)
-        return weight, rounded(weight, _JOINT_LEVELS)
+        return weight, coarse(weight, inputs[0], _JOINT_LEVELS)
 
 
 class _ProbeWalk(StreamWalk):
@@ -161,11 +170,11 @@ class _ProbeWalk(StreamWalk):
         group = expert_group(name)
         x = inputs[self._names.index("")]
         self._look(name, weight, x)
-        coarse = rounded(weight)
-        product = x @ (coarse - weight).T
+        other = coarse(weight, x)
+        product = x @ (other - weight).T
         error = float(np.einsum("tn,tn->", product, product, dtype=np.float64)) / sum(self._lengths)
         self.errors.setdefault(group, {})[name] = error
-        return tuple(coarse if stream == group else weight for stream in self._names)
+        return tuple(other if stream == group else weight for stream in self._names)
 
 
 def _groups(spec: DecoderSpec, layer: int) -> Iterator[str]:
@@ -190,7 +199,7 @@ def _mean_square(rows: Floats) -> float:  # (T, D)
     return float(np.einsum("td,td->", rows, rows, dtype=np.float64)) / len(rows)
 
 
-def _divergences(head: Floats, final: Mapping[str, Floats], coarse: Mapping[str, float]) -> dict[str, float]:
+def _divergences(head: Floats, final: Mapping[str, Floats], read_as: Mapping[str, float]) -> dict[str, float]:
     """Every stream's divergence from the unrounded one; some read a rounded head, of so many levels."""
     totals = dict.fromkeys((name for name in final if name), 0.0)
     count, chance = len(final[""]), np.random.default_rng(0)
@@ -200,8 +209,9 @@ def _divergences(head: Floats, final: Mapping[str, Floats], coarse: Mapping[str,
         rows = head[ids]  # (t, n, D)
         reference = _products(rows, states[""])
         for name in totals:
-            levels = coarse.get(name)
-            read = rows if levels is None else rounded(rows.reshape(-1, rows.shape[2]), levels).reshape(rows.shape)
+            levels = read_as.get(name)
+            flat = rows.reshape(-1, rows.shape[2])
+            read = rows if levels is None else coarse(flat, states[""], levels).reshape(rows.shape)
             shift = _products(read, states[name]) - reference
             mean = (weights * shift).sum(axis=1)
             # Of the shift less its mean, so that small divergences are not lost in the rounding of large sums.

@@ -1,7 +1,7 @@
 """Predicts what each way to quantize each matrix costs the model. The cost of a scheme is the KL divergence that the
 matrix's probe caused, times how much smaller the scheme's error is than the probe's: both measured at the matrix's
-output, on the inputs that a text gives it. Part of the scheme's error is that kernels round the inputs to int8, in its
-blocks. Costs add up."""
+output, on the inputs that a text gives it, of the same length for all tokens. Part of the scheme's error is that
+kernels round the inputs to int8, in its blocks. Costs add up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgeinfer.quant.budget import Candidate
 from edgeinfer.quant.calibration import ModelReader
 from edgeinfer.quant.methods import approximate
 from edgeinfer.quant.policy import QuantScheme
-from edgeinfer.quant.probing import Probe, expert_group, joint_factor, probe_decoder, rounded
+from edgeinfer.quant.probing import Probe, coarse, expert_group, joint_factor, probe_decoder, rounded
 from edgeinfer.quant.statistics import StatisticsAccumulator
 
 Floats = NDArray[np.float32]
@@ -33,7 +33,7 @@ _SAMPLE, _LEAST_SAMPLE = 1 << 15, 1 << 13
 # of SmolLM2-135M and Qwen2.5-Coder-0.5B, whose linear layers of 4 bits cost 0.35 and 0.08 nats.
 _USUAL_COSTS = {"qkv": 5.0, "out": 1.0, "gate_up": 4.0, "up": 4.0, "down": 4.0, "embed": 4.0, "head": 4.0}
 # What feeding errors forward leaves of the squared error on other text, whatever the format: means of five layers of
-# SmolLM2-135M and Qwen2.5-Coder-0.5B, calibrated with 4096 tokens; of SmolLM2's embedding, which is its head.
+# SmolLM2-135M and Qwen2.5-Coder-0.5B, calibrated with 4096 tokens; of SmolLM2's embedding as its head.
 _GAINS = {"qkv": 0.5, "out": 0.45, "gate_up": 0.65, "up": 0.65, "down": 0.7, "head": 0.7}
 # Levels of inputs, and how many share a scale, by the format of what multiplies them. What their errors cost next to
 # those of weights: each token's go their own way, so that attention averages them. At 8 bits, where no others count,
@@ -42,7 +42,7 @@ _INT8, _INPUT_BLOCKS, _INPUT_COST = 127.0, (32, 64, 128), 0.6
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _ROWS = 8  # of each matrix, where no text is read
 # Tokens of a text that probes read: with more texts for as many tokens, more of the subject matter is there. Where all
-# matrices are rounded together, texts are longer, as what models read is; so many tokens at least.
+# matrices are rounded together, texts are longer, as what models read is; so many tokens where time allows.
 _LENGTH, _JOINT_LENGTH, _JOINT_TOKENS = 48, 96, 1152
 
 
@@ -63,19 +63,19 @@ def measure_costs(
 
     def look(name: str, weight: Floats, x: Floats | None) -> None:
         rows = spread_rows(weight, sample_size(shared[expert_group(name)]))
-        kind = "head" if name == "embed" and spec.tied else kind_of(name)
-        ratios[name] = _error_ratios(rows, x, candidates[name], _GAINS.get(kind, 1.0) if fed_forward else 1.0)
+        schemes = candidates["embed" if name == "head" and spec.tied else name]
+        ratios[name] = _error_ratios(rows, x, schemes, _GAINS.get(kind_of(name), 1.0) if fed_forward else 1.0)
 
     probes = probe_decoder(spec, tensors, choose_texts(texts, tokens), look, progress)
-    joint = choose_texts(texts, max(2 * tokens, _JOINT_TOKENS), _JOINT_LENGTH)
+    joint = choose_texts(texts, max(2 * tokens, min(6 * tokens, _JOINT_TOKENS)), _JOINT_LENGTH)
     factor = joint_factor(spec, tensors, joint, probes)
-    return {
-        name: [
-            Candidate(scheme, factor * share_of(probes[expert_group(name)], name) * ratio)
-            for scheme, ratio in zip(candidates[name], ratios[name], strict=True)
-        ]
-        for name in candidates
+    costs = {
+        name: [factor * share_of(probes[expert_group(name)], name) * ratio for ratio in found]
+        for name, found in ratios.items()
     }
+    if spec.tied:
+        costs["embed"] = [sum(each) for each in zip(costs["embed"], costs["head"], strict=True)]
+    return {name: list(map(Candidate, schemes, costs[name])) for name, schemes in candidates.items()}
 
 
 def kind_of(name: str) -> str:
@@ -114,7 +114,7 @@ def _place_factor(name: str, last: int) -> float:
 
 def sample_size(experts: int) -> int:
     """Weights of a matrix to look at, one of so many experts of a layer."""
-    return max(_SAMPLE // experts, _LEAST_SAMPLE)
+    return max(_SAMPLE // max(experts, 1), _LEAST_SAMPLE)
 
 
 def share_of(probe: Probe, name: str) -> float:
@@ -137,17 +137,18 @@ def _error_ratios(
     gain: float,
 ) -> list[float]:
     """Squared output error of each scheme relative to the probe's; `gain` is what rounding leaves of the weights'."""
-    statistics, moved = None, dict[int, float]()
+    statistics, moved, shown = None, dict[int, float](), x
     if x is not None and len(x):
-        moved = {size: _INPUT_COST * output_energy(rows, rounded(x, _INT8, size) - x) for size in _INPUT_BLOCKS}
+        shown, lengths = even(x), _lengths(x)
+        moved = {size: output_energy(rows, (rounded(x, _INT8, size) - x) / lengths) for size in _INPUT_BLOCKS}
         gathered = StatisticsAccumulator(x.shape[1], hessian=False)
         gathered.add(x)
         statistics = gathered.result()
-    whole = max(output_energy(rounded(rows) - rows, x), 1e-30)
+    whole = max(output_energy(coarse(rows, x) - rows, shown), 1e-30)
 
     def energy(scheme: QuantScheme) -> float:
-        error = output_energy(approximate(rows, Grid.of(scheme), statistics) - rows, x)
-        return gain * error + moved.get(scheme.block_size, 0.0)
+        error = output_energy(approximate(rows, Grid.of(scheme), statistics) - rows, shown)
+        return gain * error + _INPUT_COST * moved.get(scheme.block_size, 0.0)
 
     return [0.0 if scheme is None else energy(scheme) / whole for scheme in schemes]
 
@@ -159,6 +160,18 @@ def output_energy(error: Floats, x: Floats | None) -> float:  # (n, K), (T, K)
     if x is None or not len(x):
         return float(squares.sum())
     return float(squares @ np.einsum("tk,tk->k", x, x, dtype=np.float64))
+
+
+def even(x: Floats) -> Floats:  # (T, K) -> (T, K)
+    """Inputs of the same length for all tokens: a few have some of thousands of times the others' energy, which drown
+    all errors but those of a column or two."""
+    scaled: Floats = x / _lengths(x)
+    return scaled
+
+
+def _lengths(x: Floats) -> Floats:  # (T, K) -> (T, 1)
+    lengths: Floats = np.maximum(np.sqrt(np.einsum("tk,tk->t", x, x, dtype=np.float64)), 1e-30).astype(np.float32)
+    return lengths[:, None]
 
 
 def choose_texts(texts: Sequence[Ints], tokens: int, length: int = _LENGTH) -> list[Ints]:

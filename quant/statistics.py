@@ -4,6 +4,7 @@ nothing of models, texts or how weights are quantized."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ Floats = NDArray[np.float32]
 # Tokens per product: short enough that float32 sums stay exact to 1e-6, long enough for matrix kernels.
 _TOKENS = 1024
 _ROWS = 1024
+# Inputs that are related to each other at most, and what all blocks divide: wider ones are cut into runs.
+_RELATED, _WHOLE_BLOCKS = 5120, 256
 # What an embedding's errors count, in units of the mean square of the inputs of a head that shares its matrix.
 _LOOKUPS = 0.1
 _HINT = "Calibrate with another text, or quantize without one."
@@ -26,9 +29,10 @@ class InputStatistics:
     count: int  # tokens; with 0 all moments are zero
     mean_square: Floats  # (K,)
     mean: Floats  # (K,)
-    # Mean of x x^T, if gathered; half the Hessian of a row's squared output error.
+    # Mean of x x^T, if gathered, zero between inputs of different `runs_of`; half the Hessian of a row's squared output
+    # error.
     hessian: Floats | None = None  # (K, K)
-    # Mean of x_float x^T, with the inputs x_float of the float model for inputs x of the quantized one.
+    # Mean of x_float x^T, likewise, with the inputs x_float of the float model for inputs x of the quantized one.
     cross: Floats | None = None  # (K, K)
 
     def check(self, k: int) -> None:
@@ -44,6 +48,11 @@ class InputStatistics:
         if not finite or any((d < 0).any() for d in diagonals):
             raise UsageError("The statistics of a layer's inputs are not finite numbers.", _HINT)
 
+    def part(self, run: slice) -> InputStatistics:
+        """The statistics of a run of inputs."""
+        hessian, cross = (None if each is None else each[run, run] for each in (self.hessian, self.cross))
+        return InputStatistics(self.count, self.mean_square[run], self.mean[run], hessian, cross)
+
     def shared_with_lookups(self) -> InputStatistics:
         """The statistics of a head whose matrix is the embedding, too, where errors of all columns count alike."""
         share = _LOOKUPS * float(self.mean_square.mean())
@@ -55,12 +64,21 @@ class InputStatistics:
         return InputStatistics(self.count, self.mean_square + np.float32(share), self.mean, hessian)
 
 
+def runs_of(k: int) -> list[slice]:
+    """Runs of K inputs that are related to each other: all of them, or so many that time and memory do not grow with
+    the square of what the widest matrices have."""
+    count = -(-k // _RELATED)
+    ends = [round(k * place / count / _WHOLE_BLOCKS) * _WHOLE_BLOCKS for place in range(count)]
+    return [slice(*run) for run in pairwise((*ends, k))]
+
+
 class StatisticsAccumulator:
     """Adds up moments portion by portion: with `hessian` the mean of x x^T, which takes 8 K^2 bytes while running, with
     `cross` that of x_float x^T, as much again."""
 
     def __init__(self, k: int, hessian: bool, cross: bool = False) -> None:
         self.count = 0
+        self._runs = runs_of(k)
         self._sum = np.zeros(k)
         self._squares = np.zeros(k)
         self._hessian = np.zeros((k, k), np.float32) if hessian else None
@@ -77,25 +95,26 @@ class StatisticsAccumulator:
             self.count += len(part)
             self._sum += part.sum(axis=0, dtype=np.float64)
             self._squares += np.einsum("tk,tk->k", part, part, dtype=np.float64)
-            if self._hessian is not None:
-                self._hessian += part.T @ part
-            if self._cross is not None:
-                self._cross += other[start : start + _TOKENS].T @ part
+            for run in self._runs:
+                if self._hessian is not None:
+                    self._hessian[run, run] += part[:, run].T @ part[:, run]
+                if self._cross is not None:
+                    self._cross[run, run] += other[start : start + _TOKENS, run].T @ part[:, run]
 
     def result(self) -> InputStatistics:
         """The moments so far, in float32."""
         share = 1 / max(self.count, 1)
 
-        def mean(total: NDArray[np.float64] | Floats) -> Floats:
-            return np.multiply(total, share, dtype=total.dtype).astype(np.float32, copy=False)
+        def means(total: Floats | None) -> Floats | None:  # (K, K)
+            if total is None:
+                return None
+            found = np.zeros_like(total)
+            for run in self._runs:
+                np.multiply(total[run, run], share, out=found[run, run], dtype=np.float32)
+            return found
 
-        return InputStatistics(
-            self.count,
-            mean(self._squares),
-            mean(self._sum),
-            None if self._hessian is None else mean(self._hessian),
-            None if self._cross is None else mean(self._cross),
-        )
+        squares, mean = ((total * share).astype(np.float32) for total in (self._squares, self._sum))
+        return InputStatistics(self.count, squares, mean, means(self._hessian), means(self._cross))
 
 
 def output_error(weight: Floats, approximation: Floats, statistics: InputStatistics | None = None) -> float:  # (N, K)

@@ -29,8 +29,8 @@ from edgeinfer.export.gguf.writer import gguf_package
 from edgeinfer.export.options import fitting
 from edgeinfer.quant.allocation import Choice, PricedOption, allocate
 from edgeinfer.quant.calibration import CalibrationOptions, ModelReader, calibrate
-from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
-from edgeinfer.quant.sensitivity import output_energy, sample_size, share_of, spread_rows
+from edgeinfer.quant.probing import coarse, expert_group, probe_decoder
+from edgeinfer.quant.sensitivity import even, output_energy, sample_size, share_of, spread_rows
 from edgeinfer.quant.statistics import InputStatistics
 
 Floats = NDArray[np.float32]
@@ -202,17 +202,17 @@ def _costs(
     whole: dict[str, float] = {}
 
     def look(name: str, weight: Floats, x: Floats | None) -> None:
-        sample = sample_size(shared[expert_group(name)])
-        for piece in pieces.get(name, ()):
+        sample, shown = sample_size(shared[expert_group(name)]), None if x is None else even(x)
+        for piece in pieces.get("embed" if name == "head" and spec.tied else name, ()):
             rows = weight[piece.part.start : piece.part.stop]
             taken = spread_rows(rows, sample)
             scale = len(rows) / len(taken)
             columns, width = importance.get(piece.tensor.name), weight.shape[1]
             if columns is not None:
                 columns = columns[piece.index * width : (piece.index + 1) * width]
-            whole[name] = whole.get(name, 0.0) + scale * output_energy(rounded(taken) - taken, x)
+            whole[name] = whole.get(name, 0.0) + scale * output_energy(coarse(taken, x) - taken, shown)
             errors.setdefault(name, {})[piece.tensor.name] = [
-                scale * output_energy(quantizer.approximate(taken, kind, columns) - taken, x)
+                scale * output_energy(quantizer.approximate(taken, kind, columns) - taken, shown)
                 for kind in options[piece.tensor.name]
             ]
 

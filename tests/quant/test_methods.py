@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import bfloat16
 from edgeinfer.bundle.packing import blocks_per_row, packed_bytes, unpack
 from edgeinfer.core.errors import CheckpointError, UsageError
+from edgeinfer.quant import statistics as moments
 from edgeinfer.quant.blocks import Grid, dequantized
 from edgeinfer.quant.methods import METHODS, approximate, method_for, quantize
 from edgeinfer.quant.policy import QuantScheme
-from edgeinfer.quant.statistics import InputStatistics, output_error
+from edgeinfer.quant.statistics import InputStatistics, output_error, runs_of
 from tests.quant.samples import correlated_inputs, random_matrix, schemes, statistics_of
 
 each_method = pytest.mark.parametrize("method", METHODS)
@@ -165,6 +166,19 @@ def test_without_what_a_method_needs_rounding_takes_its_place() -> None:
 def test_unknown_methods_are_refused() -> None:
     with pytest.raises(UsageError, match="Choose one of rtn, gptq"):
         quantize(random_matrix(4, 32), QuantScheme(4, 32), None, "magic")
+
+
+@pytest.mark.parametrize("grid", [Grid(4, 32, False), Grid(2, 32, True, vectors=True), Grid(5, 32, False, kind="Q5_1")])
+def test_runs_of_wide_inputs_are_rounded_for_themselves(monkeypatch: pytest.MonkeyPatch, grid: Grid) -> None:
+    weight, x = random_matrix(6, 160), correlated_inputs(300, 160)
+    monkeypatch.setattr(moments, "_RELATED", 70)
+    monkeypatch.setattr(moments, "_WHOLE_BLOCKS", 32)
+    runs = runs_of(160)
+    assert [(run.start, run.stop) for run in runs] == [(0, 64), (64, 96), (96, 160)]
+    known = statistics_of(x)
+    alone = [approximate(weight[:, run], grid, statistics_of(x[:, run]), "gptq") for run in runs]
+    np.testing.assert_array_equal(approximate(weight, grid, known, "gptq"), np.concatenate(alone, axis=1))
+    assert known.hessian is not None and np.abs(known.hessian[64:96, 96:]).max() == 0
 
 
 GRIDS = (Grid(2, 32, False), Grid(3, 128, False), Grid(4, 32, True), Grid(8, 64, False))
