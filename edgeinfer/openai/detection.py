@@ -116,6 +116,7 @@ def _derived(one: str, two: str | None) -> ToolFormat | None:
             style, middle, tail = "python", "(", behind[1:]
         else:
             lead = _common_end(before, between)
+            lead = lead[max(lead.rfind("<"), lead.rfind("["), 0) :]  # what is before the tag ends another
             end = between[: len(between) - len(lead)]
             if inner != other or not lead.strip() or not TAG.search(end) or not behind.startswith(end):
                 return None
@@ -133,9 +134,12 @@ def _derived(one: str, two: str | None) -> ToolFormat | None:
         joint = _behind_arguments(joint, len(_VALUES[1]), style, parameter)
         start = _common_end(head, joint)
         end = _common_start(tail, joint[: len(joint) - len(start)])
-        between = joint[len(end) : len(joint) - len(start)]
         calls = f"{head[: len(head) - len(start)]}{{calls}}{tail[len(end) :]}"
+        end = end.rstrip()
+        between = joint[len(end) : len(joint) - len(start)]
         head, tail = start, end
+    else:
+        tail = tail.rstrip()
     form = ToolFormat(
         "derived",
         call=f"{head}{{name}}{middle}{{arguments}}{tail}",
@@ -144,7 +148,8 @@ def _derived(one: str, two: str | None) -> ToolFormat | None:
         style=style,
         parameter=parameter,
         several=several,
-        anywhere=TAG.match((calls.partition("{calls}")[0] + head).lstrip()) is not None,
+        anywhere=(opening := (calls.partition("{calls}")[0] + head).lstrip()).startswith("<")
+        or TAG.match(opening) is not None,
     )
     read = _reads(form, one, 1) and (not several or two is None or _reads(form, two, 2))
     return form if read else None
