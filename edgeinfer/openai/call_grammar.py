@@ -73,7 +73,7 @@ def calls_grammar(
 
 def _free(makers: Sequence[_FormRules], by_text: Mapping[str, int], free_tokens: Sequence[int]) -> list[str]:
     """Free text, or text and calls behind it."""
-    ways, rules, never = ["text"], [], []
+    ways, rules, never = ["text"], list[str](), list[str]()
     whole: set[int] = set()  # tokens that always begin calls
     for maker in makers:
         for marker, rest in maker.started:
@@ -399,7 +399,7 @@ class _BareRules:
 
     def _object(self, parameters: Sequence[_Parameter], root: Mapping[str, Any], function: str, hops: int) -> str:
         self._made += 1
-        name, parts = f"bare_object_{self._made}", []
+        name, parts = f"bare_object_{self._made}", list[tuple[str, bool]]()
         # As templates of these models sort them.
         for each in sorted(parameters, key=lambda each: each.key):
             rule = f"{name}_p{len(parts)}"

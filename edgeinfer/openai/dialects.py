@@ -273,7 +273,9 @@ def _formats() -> Iterator[ToolFormat]:
     known = {each.name for each in fields(ToolFormat)}
     for name, data in tomllib.loads(files(__package__).joinpath("dialects.toml").read_text("utf-8")).items():
         assert data.keys() <= known, f"{name} has fields that no dialect has"
-        listed = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        listed: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+        }
         yield ToolFormat(name=name, **listed)
 
 
