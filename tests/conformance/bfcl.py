@@ -69,10 +69,11 @@ def ask(model: edgeinfer.Model, task: Mapping[str, Any], choice: str) -> tuple[s
         {"type": "function", "function": {**each, "parameters": schema_of(each["parameters"])}}
         for each in task["function"]
     ]
-    answer = model.create_chat_completion(
+    answer: Any = model.create_chat_completion(
         task["question"][0], tools=tools, tool_choice=choice, max_tokens=400, temperature=0
     )
-    message, reason = answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
+    first, *_ = answer["choices"]
+    message, reason = first["message"], first["finish_reason"]
     if reason == "length":
         return reason, []
     calls = [
