@@ -49,7 +49,7 @@ def add_chat(commands: Subparsers) -> None:
     parser = add_command(commands, "chat", execute, _DESCRIPTION)
     parser.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")
     parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
-    text = "JSON file of the MCP servers whose tools the model may call (default: mcp.json in the data folder)"
+    text = "file of MCP servers, whose tools the model may call"
     parser.add_argument("--mcp", type=Path, metavar="FILE", help=text)
     add_hide_option(parser)
     _add_window_options(parser)

@@ -41,6 +41,8 @@ _GROUPS = {
         "run": "answer a prompt or continue a text",
         "chat": "chat with a model in a window, the browser or the terminal",
         "serve": "serve a model to other programs through OpenAI's API",
+        "launch": "start a coding agent with a model of this machine",
+        "mcp": "offer a model to other programs as an MCP server",
         "batch": "answer a file of requests",
         "embed": "make embeddings of texts, or rank documents for a query",
     },
