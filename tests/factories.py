@@ -47,7 +47,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 _HALF_HEAD = 8
 # Configurations whose class is not named after the model's.
 _CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma3n": "Gemma3nTextConfig", "Gemma4": "Gemma4TextConfig"}
-_CONFIGS |= {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+_CONFIGS |= {
+    "Gemma4Unified": "Gemma4UnifiedTextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
 # What the families differ in among themselves: (architecture, configuration).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name.lower(): (name, {}) for name in ARCHITECTURES},

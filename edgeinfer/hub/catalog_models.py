@@ -46,6 +46,8 @@ class DecoderSizes:
     tie_word_embeddings: bool
     experts: int = 0  # of each layer; 0 without a mixture
     shared: int = 0  # width of the MLP that every token uses next to the experts
+    cached_layers: int = 0  # that have keys and values of their own; 0 is all, others are recurrent or share them
+    total: int = 0  # parameters, where layers differ; 0 where the other sizes give them
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DecoderSizes:
@@ -75,6 +77,8 @@ class DecoderSizes:
     @property
     def parameters(self) -> int:
         """Parameters of all matrices; norms and biases are left out."""
+        if self.total:
+            return self.total
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
         mlp = 3 * self.hidden_size * (self.intermediate_size * max(self.experts, 1) + self.shared)
         router = self.hidden_size * self.experts
@@ -91,7 +95,8 @@ class DecoderSizes:
         return round(self.parameters * stored / 8)
 
     def kv_bytes(self, context: int = _CONTEXT) -> int:
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * _KV_BYTES * context
+        layers = self.cached_layers or self.num_hidden_layers
+        return 2 * layers * self.num_key_value_heads * self.head_dim * _KV_BYTES * context
 
     def memory(self, bits: Bits = AUTO) -> int:
         """Bytes that running the converted model takes: weights, a cache for 2048 tokens, and the process."""
@@ -214,13 +219,13 @@ def _read(entry: dict[str, Any]) -> CatalogModel:
 # Model classes that edgeinfer.export builds; a test holds the two equal.
 _CAUSAL = """
 Afmoe Apertus Arcee Bamba BitNet Cohere2 Cohere2Moe Cohere DeepseekV2 DeepseekV3 Dots1 Ernie4_5 Ernie4_5_Moe Exaone4
-FalconH1 FlexOlmo Gemma2 Gemma3 Gemma3n Gemma4 Gemma Glm4 Glm4Moe Glm4MoeLite Glm GptOss Granite GraniteMoe
-GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared GraniteSWA Helium HunYuanDenseV1 HunYuanMoEV1 Lfm2 Lfm2Moe Lfm3 Llama
-Mamba2 MiniCPM3 MiniCPM Ministral3 Ministral Mistral4 Mistral Mixtral Nemotron NemotronH Olmo2 Olmo3 Olmoe Phi3 Phi
-PhiMoE Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe SeedOss SmolLM3 StableLm Starcoder2
-VaultGemma Youtu
+FalconH1 FlexOlmo Gemma2 Gemma3 Gemma3n Gemma4 Gemma Glm4 Glm4Moe Glm4MoeLite Glm Gemma4Unified GptOss Granite
+GraniteMoe GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared GraniteSWA Helium HunYuanDenseV1 HunYuanMoEV1 InternLM3
+Lfm2 Lfm2Moe Lfm3 Llama Mamba2 Mellum MiniCPM3 MiniCPM MiniMaxM2 Ministral3 Ministral Mistral4 Mistral Mixtral
+Nemotron NemotronH Olmo2 Olmo3 Olmoe Phi3 Phi PhiMoE Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
+SeedOss SmolLM3 StableLm Starcoder2 VaultGemma Youtu
 """
-_CONDITIONAL = "Gemma3 Gemma3n Gemma4 Mistral3 Qwen2VL Qwen2_5_VL Qwen3VL Qwen3_5 Qwen3_5Moe"
+_CONDITIONAL = "Gemma3 Gemma3n Gemma4 Gemma4Unified Mistral3 Qwen2VL Qwen2_5_VL Qwen3VL Qwen3_5 Qwen3_5Moe"
 CONVERTED = (
     *(f"{family}ForCausalLM" for family in _CAUSAL.split()),
     *(f"{family}ForConditionalGeneration" for family in _CONDITIONAL.split()),

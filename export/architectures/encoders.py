@@ -241,7 +241,7 @@ ENCODERS = (
 def find_encoder(config: HFConfig) -> EncoderArchitecture | None:
     """The family of an encoder, by its model class or type; None where the config describes another model."""
     for family in ENCODERS:
-        if family is EMBEDDING_GEMMA and not config.flag("use_bidirectional_attention"):
+        if family is EMBEDDING_GEMMA and config.get("use_bidirectional_attention") is not True:
             continue
         if config.architecture in family.classes or (
             not config.architecture and config.model_type in family.model_types

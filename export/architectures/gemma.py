@@ -198,7 +198,7 @@ def _kv_sources(config: HFConfig, slides: list[bool]) -> tuple[int, ...]:
 
 
 def _per_layer(config: HFConfig) -> PerLayerSpec | None:
-    if config.get("hidden_size_per_layer_input") == 0:
+    if config.get("hidden_size_per_layer_input") == 0 or config.model_type.startswith("gemma4_unified"):
         return None
     size = config.integer("hidden_size_per_layer_input", 256)
     return PerLayerSpec(size, config.integer("vocab_size_per_layer_input", config.integer("vocab_size")))
@@ -303,9 +303,13 @@ def refine_gemma4(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Tens
     return _refine_per_layer(spec, plan)
 
 
+# With those whose images and sounds go through linear layers (Gemma 4 12B).
 GEMMA4 = Architecture(
-    classes=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    model_types=("gemma4_text", "gemma4"),
+    classes=(
+        *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        *("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+    ),
+    model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
     read=_read_gemma4,
     naming=Naming(
         mlp_norm="pre_feedforward_layernorm.weight",

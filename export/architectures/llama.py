@@ -28,8 +28,16 @@ from edgeinfer.export.architectures.mixtures import (
 )
 from edgeinfer.export.source.hf_config import CONFIG_HINT, HFConfig
 
-# Llama and the models published under its class, SmolLM among them.
-LLAMA = Architecture(classes=("LlamaForCausalLM",), model_types=("llama",), read=reader(**ALL_BIASES))
+# Llama and the models published under its class, SmolLM among them; and InternLM3, whose biases have other names.
+LLAMA = Architecture(
+    classes=("LlamaForCausalLM", "InternLM3ForCausalLM"),
+    model_types=("llama", "internlm3"),
+    read=reader(
+        qkv_bias=lambda config: config.flag("attention_bias") or config.flag("qkv_bias"),
+        output_bias=lambda config: config.flag("attention_bias") or config.flag("bias"),
+        mlp_bias=lambda config: config.flag("mlp_bias") or config.flag("bias"),
+    ),
+)
 # Llama with a sliding window on every layer.
 MISTRAL = Architecture(
     classes=("MistralForCausalLM",), model_types=("mistral",), read=reader(windows=HFConfig.uniform_windows)

@@ -17,7 +17,9 @@ from edgeinfer.export.architectures.base import (
     flag,
     mixture,
     reader,
+    rope_fields,
 )
+from edgeinfer.export.architectures.shared_mixtures import dense_layers
 from edgeinfer.export.architectures.tensors import Source, TensorPlan
 from edgeinfer.export.source.hf_config import CONFIG_HINT, HFConfig
 
@@ -73,6 +75,24 @@ QWEN3_MOE = Architecture(
         moe=lambda config: mixture(config, "moe_intermediate_size", **_chosen(config)),
     ),
 )
+
+
+def _read_mellum(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Mellum 2: Qwen3's mixture with windows in some layers, which have a rotation of their own."""
+    slides = config.slides() if config.get("layer_types") is not None else []
+    whole, local = (config.rope(config.head_dim(), kind) for kind in ("full_attention", "sliding_attention"))
+    moe = mixture(
+        config,
+        "moe_intermediate_size",
+        renormalize=config.flag("norm_topk_prob", True),
+        dense_layers=dense_layers(config, 0),
+    )
+    ropes = rope_fields(whole, local, slides)
+    windows = config.windows_of(slides) if any(slides) else ()
+    return reader(**ATTENTION_BIASES, qk_norm=True, windows=windows, moe=moe, **ropes)(config, tied)
+
+
+MELLUM = Architecture(classes=("MellumForCausalLM",), model_types=("mellum",), read=_read_mellum, predicts=MTP)
 
 
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta"}

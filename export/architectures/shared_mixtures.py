@@ -6,12 +6,13 @@ import dataclasses
 import math
 from typing import Any
 
-from edgeinfer.bundle.parts import MoESpec
+from edgeinfer.bundle.parts import MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import (
     ALL_BIASES,
     ATTENTION_BIASES,
+    MTP,
     NEXT_LAYER,
     Architecture,
     Naming,
@@ -162,6 +163,33 @@ FLEX_OLMO = Architecture(
         whole_norm=True,
         moe=lambda config: mixture(config, renormalize=config.flag("norm_topk_prob")),
     ),
+)
+
+
+# MiniMax M2: a sigmoid's shares, chosen with a bias; norms of all queries and of all keys; a part of each head rotates.
+def _partial(config: HFConfig) -> RopeSpec:
+    size = config.head_dim()
+    return config.rope(size, partial=config.integer("rotary_dim", size) / size)
+
+
+MINIMAX_M2 = Architecture(
+    classes=("MiniMaxM2ForCausalLM",),
+    model_types=("minimax_m2",),
+    read=reader(
+        qk_norm=True,
+        whole_norm=True,
+        rope=_partial,
+        moe=lambda config: mixture(config, router="sigmoid", choice_bias=True),
+    ),
+    naming=Naming(
+        mixture=MixtureNaming(
+            router="block_sparse_moe.gate.weight",
+            choice_bias="block_sparse_moe.e_score_correction_bias",
+            gate_up=("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
+            down="block_sparse_moe.experts.{expert}.w2.weight",
+        )
+    ),
+    predicts=MTP,
 )
 
 

@@ -43,13 +43,17 @@ _RUN_VALUES = 1 << 20
 _BLOCK = 32
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 GGUF_ARCHITECTURES = DENSE | GEMMAS | SHARED_MIXTURES | LATENT | HYBRID | MAMBA
-# Families that no graph of llama.cpp computes, and what it lacks of them.
+_NO_GRAPH = "llama.cpp has no graph with"
+_UNTRIED = "llama.cpp has them, and writing its files was not tried"
+# Families without GGUF files, and why.
 WITHOUT_GGUF = {
-    "flex_olmo": "a mixture of experts whose norms stand behind attention and experts",
-    "lfm3": "convolutions and attention with windows and gates",
-    "minicpm": "a router that chooses by a ReLU",
-    "vaultgemma": "soft caps without norms after attention and MLP",
-    "phimoe": "the weights of Phi-3.5-MoE's experts, each a softmax over those near it",
+    "flex_olmo": f"{_NO_GRAPH} a mixture of experts whose norms stand behind attention and experts",
+    "lfm3": f"{_NO_GRAPH} convolutions and attention with windows and gates",
+    "mellum": _UNTRIED,
+    "minicpm": f"{_NO_GRAPH} a router that chooses by a ReLU",
+    "minimax_m2": _UNTRIED,
+    "vaultgemma": f"{_NO_GRAPH} soft caps without norms after attention and MLP",
+    "phimoe": f"{_NO_GRAPH} the weights of Phi-3.5-MoE's experts, each a softmax over those near it",
 }
 
 
@@ -92,9 +96,7 @@ def find_gguf_architecture(family: Architecture, config: HFConfig, spec: Decoder
     found = GGUF_ARCHITECTURES.get(family.model_types[0])
     if found is None:
         lacking = WITHOUT_GGUF[family.model_types[0]]
-        raise UnsupportedArchitectureError(
-            f"There are no GGUF files of {family.classes[0]}: llama.cpp has no graph with {lacking}.", ONNX_HINT
-        )
+        raise UnsupportedArchitectureError(f"There are no GGUF files of {family.classes[0]}: {lacking}.", ONNX_HINT)
     found = (found.instead and found.instead(spec)) or found
     require_plain(spec, "GGUF files", ONNX_HINT, found.known)
     found.check(config, spec)

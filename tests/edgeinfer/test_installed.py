@@ -253,12 +253,12 @@ def test_a_short_name_in_other_bits_means_the_same_checkpoint(tmp_path: Path, mo
     assert [(job.name, job.bits) for job in jobs] == [("org/model", 8)]
 
 
-LICENCES = {"Apache-2.0", "MIT", "Llama-3.2", "Gemma"}
+LICENCES = {"Apache-2.0", "MIT", "Llama-3.2", "Gemma", "LFM-1.0"}
 
 
 def test_the_catalogs_data() -> None:
     models = edgeinfer.catalog()
-    assert 15 <= len(models) <= 25
+    assert 30 <= len(models) <= 45
     assert len({model.name for model in models}) == len({model.repo for model in models}) == len(models)
     for model in models:
         assert parse_name(model.name) is None and model.name == model.name.lower() and " " not in model.name

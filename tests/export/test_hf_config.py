@@ -141,6 +141,22 @@ def test_refusals_say_why_and_whether_gguf_files_run(name: str | None, kind: str
     assert says in refused.value.message and hint in refused.value.hint
 
 
+def test_other_names_of_the_same() -> None:
+    """MiniMax M2's rotated channels, InternLM3's biases."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim", "max_position_embeddings"), 64)
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+    def spec(name: str, **more: Any) -> Any:
+        given = config(architectures=[name], rms_norm_eps=1e-6, hidden_act="silu", **sizes, **more)
+        return find_architecture(given).read(given, False)
+
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    half = spec("MiniMaxM2ForCausalLM", rope_parameters=rope | {"partial_rotary_factor": 0.5})
+    assert spec("MiniMaxM2ForCausalLM", rope_parameters=rope, rotary_dim=32) == half
+    biased = spec("LlamaForCausalLM", rope_parameters=rope, attention_bias=True, mlp_bias=True)
+    assert spec("InternLM3ForCausalLM", rope_parameters=rope, qkv_bias=True, bias=True) == biased
+
+
 def test_every_family_has_gguf_files_or_a_reason() -> None:
     kinds = {family.model_types[0] for family in ARCHITECTURES}
     assert kinds == GGUF_ARCHITECTURES.keys() | WITHOUT_GGUF.keys()

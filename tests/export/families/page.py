@@ -32,7 +32,7 @@ difference of any logit, in one pass, in chunks and on a draft tree, over all co
 GGUF files are written as, where there is one; llama.cpp's logits of them are held to 1e-4 too. Such files are read
 back by our own kernel, but for what [GGUF files](guide/gguf.md) and [limits](limits.md) name.
 Besides, 30 configurations of each, drawn at random over what published ones vary, are held to 1e-4 in chunks.
-BlockFFN runs as well; transformers does not have it.
+BlockFFN runs as well; transformers does not have it. InternLM3 runs as the Llama that transformers makes of it.
 Of Gemma 3, 3n and 4, Mistral 3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, which also see, the language model is
 converted.
 
@@ -43,7 +43,7 @@ converted.
 _REFUSED_LEAD = """
 ## What is refused
 
-GGUF files of some families are not written, since llama.cpp has no graph with
+GGUF files of some families are not written:
 
 """
 _OTHERS_LEAD = """

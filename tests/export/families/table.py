@@ -170,6 +170,14 @@ FAMILIES: tuple[Family, ...] = (
         | {"num_global_key_value_heads": 1, "final_logit_softcapping": 30.0},
         {"top_k_experts": 1, "moe_intermediate_size": 40, "tie_word_embeddings": False},
     ),
+    _family(
+        "Gemma 4 12B",
+        "Gemma4Unified",
+        _WINDOWS
+        | {"head_dim": 16, "global_head_dim": 32, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1, "layer_types": ["full_attention", *_SLIDING[:2]]},
+        {"attention_k_eq_v": False} | _TIED,
+    ),
     _family("OLMo 2", "Olmo2", {}, {"attention_bias": True}, {"rope_parameters": _YARN}),
     _family(
         "OLMo 3", "Olmo3", _WINDOWS | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": _LOCAL}}, _TIED
@@ -306,6 +314,18 @@ FAMILIES: tuple[Family, ...] = (
     _known("Mixtral", "Mixtral"),
     _known("Qwen2-MoE", "Qwen2Moe"),
     _known("Qwen3-MoE", "Qwen3Moe"),
+    _family(
+        "Mellum 2",
+        "Mellum",
+        _WINDOWS | _EXPERTS | {"head_dim": 32, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        _TIED | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": _LOCAL}, "norm_topk_prob": False},
+    ),
+    _family(
+        "MiniMax M2",
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32} | _default(partial_rotary_factor=0.5),
+        _TIED | {"head_dim": 16},
+    ),
     _known("OLMoE", "Olmoe"),
     _known("Granite 3 MoE", "GraniteMoe"),
     _known("Granite 3 MoE with a shared expert", "GraniteMoeShared"),
