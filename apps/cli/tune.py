@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer.apps.cli.inputs import read_text
@@ -19,9 +19,6 @@ from edgeinfer.core.errors import CapabilityError, UsageError
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
     from edgeinfer.tools import CacheTuning, DeviceTuning, DrafterGain, DraftersTuning, TuneResult
-
-
-LearntT = TypeVar("LearntT")
 
 
 def tune_cache(args: argparse.Namespace, options: dict[str, Any]) -> int:

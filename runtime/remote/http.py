@@ -174,15 +174,13 @@ class Connection:
 class RetriedReply:
     """Implements `contract.RemoteReply` by rounds that are sent again where the way fails."""
 
+    verifies = True
+
     def __init__(self, access: RemoteAccess, connection: Connection) -> None:
         self._access = access
         self._connection = connection
         self._closed = threading.Event()
         self.digest, self.model, self.retries = "", "", 0
-
-    @property
-    def verifies(self) -> bool:
-        return True
 
     def verify(self, reply: Sequence[int], draft: Sequence[int], further: int, tell: Callable[[Decided], bool]) -> None:
         reply, tried, pause = list(reply), 1, _FIRST_PAUSE_S
