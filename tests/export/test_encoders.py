@@ -176,3 +176,18 @@ def test_a_plan_of_an_encoder_is_kept_or_refused(tmp_path: Path) -> None:
         assert loaded.plan.fits
     with pytest.raises(edgeinfer.BudgetError):
         edgeinfer.load(model, memory=10_000_000)
+
+
+def test_a_decoder_pools_the_states_of_its_tokens(tmp_path: Path) -> None:
+    config = transformers.Qwen3Config(**SIZES | {"head_dim": 16, "num_key_value_heads": 2})
+    modules: dict[str, dict[str, Any]] = {"1_Pooling": {"pooling_mode_lasttoken": True}, "2_Normalize": {}}
+    folder = checkpoint(tmp_path / "qwen3", transformers.Qwen3ForCausalLM(config), modules)
+    model = transformers.Qwen3Model.from_pretrained(folder)
+    with edgeinfer.load(exported(folder, 32), speculation="off") as loaded:
+        assert np.abs(loaded.embed(TEXTS).vectors - pooled(folder, model, "last")).max() <= 1e-4
+        text = loaded.generate("a cat", max_tokens=4).token_ids
+        assert np.array_equal(loaded.embed(TEXTS[0]).vectors, loaded.embed(TEXTS).vectors[:1])
+        assert loaded.generate("a cat", max_tokens=4).token_ids == text
+        with pytest.raises(ContextLengthError):
+            loaded.embed("a " * 60)
+        assert loaded.embed("a " * 60, truncate=True).tokens == loaded.context
