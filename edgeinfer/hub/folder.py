@@ -43,7 +43,7 @@ _ELSEWHERE = "Models are kept in the user's folder: set XDG_DATA_HOME to a folde
 # Files whose change means that a checkpoint's directory holds another model.
 _TELLING = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates/tool_use.jinja", "generation_config.json",
+    "additional_chat_templates/tool_use.jinja", "generation_config.json", "modules.json",
 )  # fmt: skip
 
 

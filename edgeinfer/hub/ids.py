@@ -26,6 +26,8 @@ CONFIG_PATTERNS = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "*_Pooling/config.json",
+    "*_Dense/config.json", "*_Dense/model.safetensors",
 )  # fmt: skip
 # Ids that the hub accepts: two names of letters, digits, dot, dash and underscore.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
