@@ -65,7 +65,7 @@ def _plain(value: Any) -> Any:
 
 def ask(model: edgeinfer.Model, task: Mapping[str, Any], choice: str) -> tuple[str, list[tuple[str, Any]]]:
     """How the reply ended, and its calls."""
-    tools = [
+    tools: list[dict[str, Any]] = [
         {"type": "function", "function": {**each, "parameters": schema_of(each["parameters"])}}
         for each in task["function"]
     ]
