@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 from edgeinfer.core.results import Chunk
 from edgeinfer.openai.calls import ArgumentsPiece, CallPiece, CallReader, TextPiece
-from edgeinfer.openai.dialects import Kinds, ToolFormat
+from edgeinfer.openai.dialects import FORMATS, Kinds, ToolFormat
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 # What makes readers stumble: markers and quotes of every dialect, escapes, blanks, other scripts.
@@ -125,3 +126,25 @@ def read(form: ToolFormat, given: Mapping[str, Any]) -> dict[str, Any]:
     reader = CallReader(form, list(schemas), Kinds(schemas))
     text, found = gathered(reader, [Chunk(piece, ()) for piece in given["pieces"]])
     return {"text": text, "calls": [[name, arguments] for name, arguments in found]}
+
+
+def main() -> None:
+    """Check many cases of every dialect, or write them as lines of JSON for another reader."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--count", type=int, default=1000, help="cases of each dialect")
+    parser.add_argument("--write", action="store_true", help="write the cases instead of checking them here")
+    options = parser.parse_args()
+    wrong = 0
+    for form in FORMATS.values():
+        for number in range(options.count):
+            given = case(form, number)
+            if options.write:
+                print(json.dumps(given, ensure_ascii=False))
+            else:
+                wrong += read(form, given) != {"text": given["text"], "calls": given["calls"]}
+    if not options.write:
+        print(f"{len(FORMATS)} forms, {options.count} replies each: {wrong} read wrongly")
+
+
+if __name__ == "__main__":
+    main()
