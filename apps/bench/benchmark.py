@@ -144,9 +144,9 @@ class Benchmark:
     description: str  # shown above the options; ends in an example
     options: type[Any]  # a frozen dataclass whose fields are made by `option`
     run: Callable[[Any, BenchContext], BenchResult]  # measures; raises the errors of `edgeinfer.core.errors`
-    section: Callable[[Any], Section]  # shows the JSON of a run with the header of its result file
+    section: Callable[[Any], Section] | None = None  # shows the JSON of a run with the header of its result file
     loads: bool = False  # whether the options of `edgeinfer.load` are options of this benchmark too
-    text: Callable[[Any, Any], str] | None = None  # printed instead of the section; takes options and JSON
+    text: Callable[[Any, Any], str] | None = None  # printed where there is no section; takes options and JSON
     files: bool = True  # whether --json writes the result; False where the options name the output
 
     @property

@@ -24,7 +24,7 @@ from edgeinfer.apps.bench.benchmark import (
     system_name,
     timestamp,
 )
-from edgeinfer.apps.bench.render import Section, Table, commands, markdown_table, run_facts
+from edgeinfer.apps.bench.render import markdown_table
 from edgeinfer.core.errors import BackendError, NativeUnavailableError, Setting, UsageError
 from edgeinfer.core.options import format_size
 from edgeinfer.core.results import DeviceLimits
@@ -289,31 +289,12 @@ FORMATS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
 }
 
 
-def speed_section(data: Any) -> Section:
-    """The tests with their medians."""
-    floors = any(row["floor_ns"] for row in data)
-    rows = tuple(
-        (
-            row["test"],
-            f"{row['median_ts']:.1f}",
-            f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f}",
-            str(len(row["samples_ts"])),
-            *([_of_floor(row)] if floors else []),
-        )
-        for row in data
-    )
-    floor = ("times the floor",) if floors else ()
-    table = Table("Tokens per second", ("test", "median", "mean ± deviation", "visits", *floor), rows)
-    return Section("Prompts and replies", run_facts(data[0]), (table,), commands(data[0]))
-
-
 SPEED = Benchmark(
     "speed",
     "prompts and replies, as llama-bench times them",
     _DESCRIPTION,
     SpeedConfig,
     _run,
-    speed_section,
     loads=True,
     text=lambda config, rows: FORMATS[config.output](rows),
     files=False,

@@ -84,6 +84,7 @@ def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
     else:
         text = result_json(benchmark.key, command_line(), result.data)
         data = json.loads(text)
+        assert benchmark.section is not None, "what is not text has sections"
         print_section(benchmark.section(data), machine_facts(data))
         if written:
             _write_text(written, text)

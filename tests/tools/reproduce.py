@@ -37,6 +37,7 @@ from edgeinfer.apps.bench.render import (
     markdown_table,
     run_facts,
 )
+from edgeinfer.apps.bench.speed import FORMATS
 from edgeinfer.core.errors import BackendError, EdgeInferError, UsageError
 from edgeinfer.core.options import format_size
 from tests.tools.cost_expanded import expand_checkpoint
@@ -281,20 +282,21 @@ def block(folder: Path, name: str) -> str:
         return f"Not measured yet: `python -m tests.tools.reproduce --only {name}`.\n"
     if summary:
         return _SUMMARIES[f"{name}.{summary}"](data)
-    section = _section(data)
-    shown = _SHOWN.get(name)
-    parts = [part for index, part in enumerate(section.parts) if shown is None or index in shown]
+    if isinstance(data, list):  # of speed, in llama-bench's form
+        tables = [FORMATS["md"](data).rstrip("\n")]
+    else:
+        shown, parts = _SHOWN.get(name), enumerate(_section(data).parts)
+        tables = markdown([part for index, part in parts if shown is None or index in shown])
     said, facts = _head(data), dict(machine_facts(data))
     cores = f", {facts['Cores']} cores" if "Cores" in facts else ""
     source = f"{facts['Processor']}{cores}, {said['test_time'][:10]}: `{said['command']}`"
-    return "\n\n".join([*markdown(parts), source]) + "\n"
+    return "\n\n".join([*tables, source]) + "\n"
 
 
 def _section(data: Any) -> Section:
-    """The tables of a result; a list is of speed, in llama-bench's form."""
-    kind = "speed" if isinstance(data, list) else data["benchmark"]
-    sections: dict[str, Callable[[Any], Section]] = {each.key: each.section for each in BENCHMARKS}
-    return (sections | {"tune": _tune_section})[kind](data)
+    """The tables of a result."""
+    sections = {each.key: each.section for each in BENCHMARKS if each.section} | {"tune": _tune_section}
+    return sections[data["benchmark"]](data)
 
 
 def _tune_section(data: Any) -> Section:
