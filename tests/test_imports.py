@@ -79,7 +79,7 @@ ALONE = {"edgeinfer.runtime.backends.onnx.backend", "edgeinfer.runtime.sampling.
 # Lines of Python that each room may have. A change that needs more lowers another room's limit, or says here why.
 BUDGETS = {
     "apps": 20,
-    "apps/bench": 4318,  # quality: pieces of any text, sizes, types of llama.cpp, one reading of the reference
+    "apps/bench": 4299,  # quality: pieces of any text, sizes, types of llama.cpp, one reading of the reference
     "apps/cli": 4803,  # bits that are chosen; edgeinfer embed; thoughts
     "apps/desktop": 4603,  # GGUF files that are not prepared yet
     "apps/mcp": 637,  # tools of MCP servers for chats, and the model for other programs
@@ -129,7 +129,7 @@ BUDGETS = {
     "tests/export": 8215,  # GGUF files on our own kernel: every family, both ways; checks after converting; encoders
     "tests/quant": 1720,  # GGUF files on our own kernel: weights in these types
     "tests/runtime": 25382,  # GGUF files on our own kernel; caches of biased keys; thoughts
-    "tests/tools": 3675,  # scores on tasks: HumanEval, MBPP, plain questions
+    "tests/tools": 3676,  # scores on tasks: HumanEval, MBPP, plain questions
     "tests/typing": 300,
 }
 
