@@ -35,7 +35,7 @@ Said = tuple[str, str]  # thought and answer
 
 def make_thinking(folder: Path) -> None:
     """A random model with tags as tokens, whose template opens the thought."""
-    make_checkpoint(folder / "checkpoint", "llama", chat_template=TEMPLATE, max_position_embeddings=512)
+    make_checkpoint(folder / "checkpoint", "llama", chat_template=TEMPLATE, max_position_embeddings=1024)
     path = folder / "checkpoint" / "tokenizer.json"
     tokenizer = json.loads(path.read_text("utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
@@ -205,3 +205,21 @@ def test_a_schema_begins_behind_the_thought(thinker: edgeinfer.Model) -> None:
 @pytest.mark.slow
 def test_five_hundred_schemas_are_met(thinker: edgeinfer.Model) -> None:
     check_schemas(thinker, 500)
+
+
+def test_a_call_follows_a_thought(thinker: edgeinfer.Model) -> None:
+    mood = {"type": "object", "properties": {"mood": {"enum": ["good", "bad"]}}, "required": ["mood"]}
+    asked: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f", "parameters": mood}}]}
+    asked |= {"tool_choice": "required", "parallel_tool_calls": False, "thinking_budget": 5, "max_tokens": 200}
+    answer = thinker.create_chat_completion(ASKED, **asked)
+    assert isinstance(answer, dict)
+    message = answer["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert message["reasoning_content"] and message["content"] is None
+    assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"])["mood"] in ("good", "bad")
+    chunks = thinker.create_chat_completion(ASKED, stream=True, **asked)
+    assert isinstance(chunks, Iterator)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    parts = [part["function"].get("arguments", "") for delta in deltas for part in delta.get("tool_calls", [])]
+    assert "".join(parts) == call["function"]["arguments"]
