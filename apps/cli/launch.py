@@ -128,11 +128,12 @@ def _probe(port: int, model: str | None) -> _Served | None:
         raise RemoteError(f"The server at {url} refuses: {error.code} {error.reason}.", hint) from error
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    loaded = next((each for each in listed if each.get("meta", {}).get("n_ctx")), None)
-    if loaded is None and model is None:
+    loaded = [_Served(url, each["id"], size) for each in listed if (size := each.get("meta", {}).get("n_ctx"))]
+    if model is not None:
+        return _Served(url, model, loaded[0].context if loaded else _ENOUGH)
+    if not loaded:
         raise RemoteError(f"The server at {url} has no model loaded.", "Name one with -m.")
-    context = loaded["meta"]["n_ctx"] if loaded else _ENOUGH
-    return _Served(url, model or loaded["id"], context)
+    return loaded[0]
 
 
 @contextlib.contextmanager

@@ -479,7 +479,10 @@ class ConversationReplies:
                 running.read(None, model.context)
                 return stream
 
-            result = await self._grow(start, whole, running, lambda chunk, made=replies: text_of(made[0].push(chunk)))
+            def read(chunk: Chunk, replies: list[Reply] = replies) -> str:
+                return text_of(replies[0].push(chunk))
+
+            result = await self._grow(start, whole, running, read)
             if result is None:
                 break
             running.add(text_of(replies[0].finish(result)), 0)

@@ -59,27 +59,25 @@ def make_server(offered: OfferedModel) -> Any:
     def progress(context: Context) -> Callable[[int], Any]:
         return lambda count: context.report_progress(count)
 
-    @server.tool()
     async def ask(ctx: Context, question: str, system: str = "", max_tokens: int = 1024) -> str:
         """Ask the local language model. `system` tells it how to behave; it sees nothing of other calls."""
         return await offered.answer(question, system, progress(ctx), max_tokens=max_tokens)
 
-    @server.tool()
     async def extract(ctx: Context, text: str, schema: dict[str, Any], instruction: str = "") -> str:
         """Have the local model read a text and fill in a JSON Schema. The answer always follows the schema."""
         asked = f"{instruction or 'Extract what the schema asks for, as JSON.'}\n\n{json.dumps(schema)}\n\n{text}"
         return await offered.answer(asked, "", progress(ctx), json_schema=closed(schema), temperature=0.0)
 
-    @server.tool()
     async def choose(ctx: Context, question: str, choices: list[str]) -> str:
         """Have the local model answer with one of the choices, and nothing else."""
         return await offered.answer(question, "", progress(ctx), choices=choices, temperature=0.0)
 
-    @server.tool()
     async def about() -> dict[str, Any]:
         """The local model: name, parameters, bits of a weight, context in tokens, memory."""
         return await offered.facts()
 
+    for tool in (ask, extract, choose, about):
+        server.add_tool(tool)
     return server
 
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO
 
 from rich.cells import cell_len
 
@@ -368,10 +368,11 @@ class TerminalChat:
         if name == "reload":
             self._servers.reload()
         elif name:
-            chosen = {"ask": "ask", **_CHOICES}.get(permission.strip().lower())
+            given = permission.strip().lower()
+            chosen: Permission | None = "ask" if given == "ask" else _CHOICES.get(given)
             if name not in known or chosen is None:
                 raise UsageError(f"/tools {text} is no tool and permission.", "For example: /tools read_file always")
-            self._servers.allow(known[name], cast("Permission", chosen))
+            self._servers.allow(known[name], chosen)
         self._servers.wait()
         for state in self._servers.states:
             self._say(f"{state.name}: {state.status}{f', {state.message}' if state.message else ''} ({state.place})")

@@ -19,7 +19,7 @@ _DELTA |= {"linear_conv_kernel_dim": 4, "linear_num_value_heads": 16}
 _WIDE_DELTA = _DELTA | {"linear_num_value_heads": 32}
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _MANY_EXPERTS = {"num_experts": 256, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
-_CONVOLVED = {"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, "conv_L_cache": 3}
+_CONVOLVED: dict[str, Any] = {"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, "conv_L_cache": 3}
 _CONVOLVED |= {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}
 _BY_KIND = {
     "rope_parameters": {

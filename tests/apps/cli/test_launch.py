@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from edgeinfer.apps.cli import launch
 from edgeinfer.apps.cli.main import main
+from edgeinfer.core.errors import StorageError
 from tests.speculation import needs_builtin
 from tests.tables import each_row
 
@@ -73,7 +75,7 @@ def test_settings_are_added_to_a_file_which_is_kept(tmp_path: Path) -> None:
         "models"
     ] == [1]
     path.write_text("// mine")
-    with pytest.raises(launch.StorageError, match="cannot be changed"):
+    with pytest.raises(StorageError, match="cannot be changed"):
         launch._merge(path, made)
     assert path.read_text() == "// mine"
 
@@ -90,8 +92,13 @@ def test_an_agent_gets_a_server_that_ends_with_it(
     monkeypatch.setenv("SAID", str(alone / "said"))
     monkeypatch.chdir(Path(launch.__file__).resolve().parents[2])
     started: list[Any] = []
-    begin = launch.subprocess.Popen
-    monkeypatch.setattr(launch.subprocess, "Popen", lambda *a, **k: started.append(begin(*a, **k)) or started[-1])
+    begin = subprocess.Popen
+
+    def note(*args: Any, **options: Any) -> Any:
+        started.append(begin(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", note)
     assert main(["launch", "gptme", "--port", "0", "--", "hello"]) == 7
     said = json.loads((alone / "said").read_text())
     assert said["args"] == ["--model", "local/tales", "hello"] and "tales" in said["served"] and said["key"] == "local"

@@ -72,7 +72,7 @@ def test_a_server_that_hangs_or_dies_is_a_message(tmp_path: Path) -> None:
         stopped = servers.call(tools["hang"], "")
         assert stopped.cancel()
         assert servers.call(tools["die"], "").result(TIME_LIMIT).text == "The server toys has ended."
-        assert "not connected" in servers.call(tools["add"], '{"a": 1, "b": 2}').result(TIME_LIMIT).text
+        assert "has ended" in servers.call(tools["add"], '{"a": 1, "b": 2}').result(TIME_LIMIT).text
         assert servers.tools == {}
         servers.reload()
         servers.wait(TIME_LIMIT)
@@ -143,6 +143,9 @@ class CallingModel:
 
     def check(self, **options: Any) -> None:
         assert not options or "grammar" in options
+
+    def render_chat(self, messages: Sequence[Any], **_: Any) -> str:
+        return ""
 
     def tokenize(self, text: str, **_: Any) -> list[int]:
         return [1, 2]

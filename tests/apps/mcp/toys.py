@@ -24,7 +24,6 @@ def make(log: Path | None = None) -> Any:
 
     server = MCPServer("toys")
 
-    @server.tool()
     def add(a: int, b: int) -> int:
         """Add two numbers."""
         if log is not None:
@@ -32,22 +31,21 @@ def make(log: Path | None = None) -> Any:
                 file.write(f"{a}+{b}\n")
         return a + b
 
-    @server.tool()
     def long() -> str:
         """Write a lot."""
         return "x" * 100_000
 
-    @server.tool()
     def die() -> str:
         """End the server."""
         os._exit(3)
 
-    @server.tool()
     async def hang() -> str:
         """Never answer."""
         await anyio.sleep_forever()
         return ""
 
+    for tool in (add, long, die, hang):
+        server.add_tool(tool)
     return server
 
 
