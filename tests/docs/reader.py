@@ -82,6 +82,8 @@ class Reader:
             for line in text.replace("\\\n", " ").splitlines():
                 for part in line.split(" && "):
                     self.command(part.strip().removeprefix("$ ").removeprefix(".venv/bin/"), str(block))
+        elif block.language == "json":
+            json.loads(block.text)
         else:
             assert block.language in ("text", "{eval-rst}", "{toctree}", "{include} ../CONTRIBUTING.md"), str(block)
 
