@@ -133,7 +133,9 @@ class _Form:
         head, middle, tail = map(spelled, form.parts)
         before, after = map(spelled, form.ends)
         key, value, value_end = map(spelled, form.tags)
-        ended = r"(?=[^A-Za-z0-9_.:/-])" if not middle.strip() else r"\s*" if form.style == "json" else ""
+        ended = r"\s*" if form.style == "json" else ""
+        if not middle.strip():  # a name ends where a parameter begins, or the call ends
+            ended = rf"\s*(?=[{re.escape(key[:1] + tail.lstrip()[:1])}])"
         return cls(
             form,
             _Literal.of(f"{before}{head}{{name}}{middle}", ended),
@@ -179,6 +181,9 @@ class CallReader:
                 for text, placeholder in spelled.items():
                     marker = marker.replace(text, placeholder)
                 self._markers.append((marker, each))
+        self._anywhere = [marker for marker, each in self._markers if each.format.anywhere]
+        self._starts = {marker[0] for marker in self._anywhere}
+        self._longest = max(map(len, self._anywhere), default=1) - 1
         self._buffer = ""
         self._state: Callable[[], list[Piece] | None] = self._in_text
         self._said = False  # whether any text was given
@@ -237,10 +242,8 @@ class CallReader:
         return self._text(shown) or None
 
     def _waiting(self, text: str) -> int:
-        markers = [marker for marker, form in self._markers if form.format.anywhere]
-        longest = max(map(len, markers), default=1) - 1
-        for at in range(max(len(text) - longest, 0), len(text)):
-            if any(marker.startswith(text[at:]) for marker in markers):
+        for at in range(max(len(text) - self._longest, 0), len(text)):
+            if text[at] in self._starts and any(each.startswith(text[at:]) for each in self._anywhere):
                 return len(text) - at
         return 0
 

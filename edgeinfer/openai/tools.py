@@ -198,6 +198,7 @@ class ToolUse:
 
     dialect: Dialect
     choice: ToolChoice
+    tokens: dict[int, dict[int, str]] = field(default_factory=dict, compare=False)  # of tags, by model
     # Grammars that were made, and what they leave out of schemas.
     made: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict, compare=False)
 
@@ -275,8 +276,10 @@ class ToolUse:
 
     def _tokens(self, model: ChatModel[Any]) -> dict[int, str]:
         """The tags of the dialect that are special tokens, which have no text, by id."""
-        texts = [text for form in self.dialect.format.family for text in form.tag_texts]
-        return _special(model, texts)
+        if id(model) not in self.tokens:
+            texts = [text for form in self.dialect.format.family for text in form.tag_texts]
+            self.tokens[id(model)] = _special(model, texts)
+        return self.tokens[id(model)]
 
     def _free_tokens(self, model: ChatModel[Any]) -> list[int]:
         """Other special tokens that the chat template writes, such as those around thoughts."""
