@@ -98,7 +98,8 @@ def rank_documents(
 def normalized(vectors: Floats) -> Floats:  # (N, D) -> (N, D)
     """Vectors of the length 1; those of zeros stay as they are."""
     lengths = np.sqrt((vectors.astype(np.float64) ** 2).sum(axis=-1, keepdims=True))
-    return (vectors / np.maximum(lengths, math.ulp(1.0))).astype(np.float32)
+    found: Floats = (vectors / np.maximum(lengths, math.ulp(1.0))).astype(np.float32)
+    return found
 
 
 def prompt_of(prompts: Mapping[str, str], usual: str | None, name: str | None) -> str:

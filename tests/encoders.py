@@ -55,5 +55,5 @@ def embedder(folder: Path) -> Path:
 
 
 def reranker(folder: Path) -> Path:
-    config = transformers.BertConfig(**SIZES, num_labels=1)
+    config = transformers.BertConfig(**SIZES | {"num_labels": 1})
     return exported(checkpoint(folder, transformers.BertForSequenceClassification(config)), 8)

@@ -133,7 +133,7 @@ def _rerank(fields: Fields) -> Answer:
     query, returned = fields.text("query"), fields.flag("return_documents")
     if not query:
         raise fields.missing("query", "Give the text that documents are ranked for.")
-    documents = [each.get("text") if isinstance(each, dict) else each for each in fields.items("documents")]
+    documents: list[Any] = [each.get("text") if isinstance(each, dict) else each for each in fields.items("documents")]
     if not documents or len(documents) > _MOST_TEXTS or not all(isinstance(each, str) for each in documents):
         hint = f"Give a list of 1 to {_MOST_TEXTS} texts, or of objects with a text."
         raise RequestError("documents is no list of texts.", hint, param="documents")

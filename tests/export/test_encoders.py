@@ -107,11 +107,11 @@ def test_products_behind_the_pooling_and_prompts_are_used(tmp_path: Path) -> Non
 
 
 RERANKERS: list[tuple[str, Callable[[], Any]]] = [
-    ("bert", lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=1))),
+    ("bert", lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES | {"num_labels": 1}))),
     (
         "xlm-r",
         lambda: transformers.XLMRobertaForSequenceClassification(
-            transformers.XLMRobertaConfig(**SIZES, pad_token_id=0, type_vocab_size=2, num_labels=1)
+            transformers.XLMRobertaConfig(**SIZES | {"pad_token_id": 0, "type_vocab_size": 2, "num_labels": 1})
         ),
     ),
     ("modernbert", partial(modern, "ModernBertForSequenceClassification", num_labels=1, classifier_pooling="mean")),

@@ -160,7 +160,8 @@ class Encoder:
         if self._pooling == "mean":
             return (there / lengths[:, None]).astype(np.float32)
         place = lengths - 1 if self._pooling == "last" else np.zeros_like(lengths)
-        return (np.arange(there.shape[1]) == place[:, None]).astype(np.float32)
+        found: Floats = (np.arange(there.shape[1]) == place[:, None]).astype(np.float32)
+        return found
 
     def close(self) -> None:
         del self._session

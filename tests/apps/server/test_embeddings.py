@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,3 +85,16 @@ def test_what_cannot_be_embedded_is_refused(server: Local, models: tuple[Path, P
         assert answer.status_code == 400 and said in answer.text, (path, body, answer.text)
     assert server.post("/v1/embeddings", {"model": "large", "input": "a"}).status_code == 404
     assert server.post("/v1/rerank", {"model": str(models[0]), "query": "a", "documents": ["a"]}).status_code == 501
+
+
+def test_official_clients_read_them(server: Local, models: tuple[Path, Path]) -> None:
+    openai, ollama = pytest.importorskip("openai"), pytest.importorskip("ollama")
+    with edgeinfer.load(models[0]) as model:
+        expected = model.embed(TEXTS).vectors
+    with openai.OpenAI(base_url=server.api, api_key="none") as client:  # it asks for base64
+        found = client.embeddings.create(model=str(models[0]), input=TEXTS)
+    np.testing.assert_allclose([each.embedding for each in found.data], expected, atol=1e-6)
+    other = ollama.Client(server.url)
+    with contextlib.closing(other._client):  # which it never closes
+        answer = other.embed(model=str(models[0]), input=TEXTS)
+    np.testing.assert_allclose(answer.embeddings, expected, atol=1e-6)
