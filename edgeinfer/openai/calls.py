@@ -134,8 +134,9 @@ class _Form:
         before, after = map(spelled, form.ends)
         key, value, value_end = map(spelled, form.tags)
         ended = r"\s*" if form.style == "json" else ""
-        if not middle.strip():  # a name ends where a parameter begins, or the call ends
-            ended = rf"\s*(?=[{re.escape(key[:1] + tail.lstrip()[:1])}])"
+        if not middle.strip():  # a name ends where arguments begin, or the call ends
+            follows = key[:1] + tail.lstrip()[:1] if form.style == "tagged" else "{"
+            ended = rf"\s*(?=[{re.escape(follows)}])"
         return cls(
             form,
             _Literal.of(f"{before}{head}{{name}}{middle}", ended),
