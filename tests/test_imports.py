@@ -87,7 +87,7 @@ BUDGETS = {
     "apps/terminal": 602,  # thoughts
     "edgeinfer": 4875,  # the thread of event loops, of the server until now; encoders as models; thoughts
     "edgeinfer/bundle": 7015,  # what quantizing cost; biases of keys; encoders described
-    "edgeinfer/hub": 2164,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
+    "edgeinfer/hub": 2170,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
     "edgeinfer/nn": 1030,  # of bundle, quant and the reference backend until now
     "edgeinfer/openai": 4500,  # prompts with a gap, that are scored; 40 forms of calls, read, written and enforced
     "edgeinfer/core": 3006,  # what strategies count is what results say; thoughts
@@ -125,7 +125,7 @@ BUDGETS = {
     "tests/apps": 15480,  # scores on tasks; settings of a chat are not lost; embeddings; thoughts
     "tests/docs": 830,
     "tests/conformance": 300,  # calls in every form; BFCL
-    "tests/edgeinfer": 15655,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
+    "tests/edgeinfer": 15663,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
     "tests/export": 8215,  # GGUF files on our own kernel: every family, both ways; checks after converting; encoders
     "tests/quant": 1720,  # GGUF files on our own kernel: weights in these types
     "tests/runtime": 25382,  # GGUF files on our own kernel; caches of biased keys; thoughts

@@ -316,6 +316,7 @@ def catalog_view() -> dict[str, Any]:
         {name: getattr(model, name) for name in names}
         | {"gguf": model.is_gguf, "fit": room.fit(model.memory), "path": _path(model.name)}
         for model in edgeinfer.catalog()
+        if model.kind == "text"
     ]
     return {"models": models, "recommended": _recommended(models, room), "room": asdict(room)}
 

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
@@ -136,6 +136,8 @@ class CatalogModel:
         languages: that its makers name, by ISO 639 where they have a code.
         context: tokens it was made for at most.
         sizes: of its decoder.
+        kind: "text" for one that writes, "embedder" or "reranker" for those of `edgeinfer embed`.
+        stored_bits: of a weight of its checkpoint.
         file_bytes: of its GGUF file on the hub; 0 where that has a checkpoint, which is converted on this machine.
         package: of the package index, which holds it as a GGUF file; None where the hub alone has it.
     """
@@ -148,6 +150,8 @@ class CatalogModel:
     languages: tuple[str, ...]
     context: int
     sizes: DecoderSizes
+    kind: Literal["text", "embedder", "reranker"] = "text"
+    stored_bits: int = 16
     file_bytes: int = 0
     package: Package | None = None
 
@@ -167,8 +171,8 @@ class CatalogModel:
 
     @property
     def download(self) -> int:
-        """Bytes that are fetched, where weights are stored in 16 bits as all of these are."""
-        return self._gguf_bytes or 2 * self.parameters
+        """Bytes that are fetched."""
+        return self._gguf_bytes or self.stored_bits // 8 * self.parameters
 
     @property
     def disk(self) -> int:

@@ -32,6 +32,8 @@ _GEMMA3: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 _GEMMA4 = _GEMMA3 | {"global_head_dim": 512, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
+_BERT = {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2}
+_M3 = _BERT | {"max_position_embeddings": 8194, "type_vocab_size": 1, "pad_token_id": 1, "num_labels": 1}
 # By the start of names, the class and what config.json says besides the sizes.
 CLASSES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", {}),
@@ -43,6 +45,9 @@ CLASSES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3.5": ("Qwen3_5ForConditionalGeneration", _WIDE_DELTA),
     "qwen3.6-27b": ("Qwen3_5ForConditionalGeneration", _DELTA | {"linear_num_value_heads": 48}),
     "qwen3.6": ("Qwen3_5MoeForConditionalGeneration", _WIDE_DELTA | _EXPERTS | _MANY_EXPERTS),
+    "all-minilm": ("BertModel", _BERT),
+    "multilingual-e5": ("BertModel", _BERT),
+    "bge-reranker": ("XLMRobertaForSequenceClassification", _M3),
     "qwen3-30b": ("Qwen3MoeForCausalLM", _EXPERTS),
     "qwen3-coder": ("Qwen3MoeForCausalLM", _EXPERTS),
     "qwen3": ("Qwen3ForCausalLM", {}),
@@ -78,5 +83,8 @@ def test_a_model_is_of_a_family_with_its_parameters(name: str) -> None:
     assert sum(math.prod(source.shape) for plan in tensors for source in plan.sources) == pytest.approx(
         model.parameters, rel=0.005
     )
+    assert model.kind == "text" or spec.encoder is not None or name.startswith("qwen3-embedding")
+    if spec.encoder is not None:
+        return
     cached = sum(spec.attends(layer) and spec.heads(layer).owns for layer in range(spec.num_layers))
     assert cached == (model.sizes.cached_layers or model.sizes.num_hidden_layers)

@@ -29,7 +29,7 @@ def served_with_toys(folder: Path, **options: Any) -> Iterator[Window]:
         if messages[-1]["role"] != "user":
             return made
         choice = ToolChoice("required", made.tools.choice.functions, several=False)
-        return dataclasses.replace(made, tools=dataclasses.replace(made.tools, choice=choice))
+        return dataclasses.replace(made, tools=dataclasses.replace(made.tools, choice=choice, made={}))
 
     path = config(folder, toys=by_stdio(folder / "log"))
     with pytest.MonkeyPatch.context() as patch, served(folder, mcp=path, **options) as opened:
