@@ -25,7 +25,7 @@ from tests.tools import option_types
 
 # Flags with a name of their own: they turn something off, or give one of several.
 FLAGS = {"exact": "--no-exact", "remember": "--no-remember", "calibration": "--no-calibration", "choices": "--choice"}
-FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora"}
+FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora", "dry_sequence_breakers": "--dry-sequence-breaker"}
 
 
 def test_types_for_editors_are_made_from_the_declarations() -> None:
