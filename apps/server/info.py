@@ -149,7 +149,9 @@ class InfoEndpoints:
         }
         meta |= {} if model is None else {"n_ctx": model.context}
         state = self._service.host.state
-        value = state.status if state.status in ("loading", "failed") and state.model == local.source else "unloaded"
+        value: str = (
+            state.status if state.status in ("loading", "failed") and state.model == local.source else "unloaded"
+        )
         if model is not None:
             value = "loaded" if model.in_memory else "sleeping"
         status = {"value": value}

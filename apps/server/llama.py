@@ -152,12 +152,12 @@ class InfillCompletion(LlamaCompletion):
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         names = ("input_prefix", "input_suffix", "prompt", "input_extra")
         fields = Fields({name: body.get(name) for name in names})
-        texts = [fields.text(name) or "" for name in names[:3]]
+        prefix, suffix, started = (fields.text(name) or "" for name in names[:3])
         others = tuple(_other(item, place, fields) for place, item in enumerate(fields.items("input_extra")))
-        if not any(texts):
+        if not (prefix or suffix or started):
             raise fields.missing("input_prefix", "Send the text before the gap, or input_suffix, that behind it.")
         super().__init__({name: value for name, value in body.items() if name not in names} | {"prompt": "."}, model)
-        self._gap = Gap(*texts, others)
+        self._gap = Gap(prefix, suffix, started, others)
 
     def prepare(self, model: ChatModel[Any]) -> None:
         ids, ends = self._gap.ids(model, "input_prefix")

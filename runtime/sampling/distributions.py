@@ -99,7 +99,7 @@ def _dynamic_temperature(logits: NDArray[np.float64], config: ReplyOptions) -> f
     entropy = math.log(total) - float((weights * logits).sum()) / total
     share = min(max(entropy / math.log(len(logits)), 0.0), 1.0)
     low, high = max(config.temperature - config.dynatemp_range, 0.0), config.temperature + config.dynatemp_range
-    return max(low + (high - low) * share**config.dynatemp_exponent, _COLDEST)
+    return max(low + (high - low) * math.pow(share, config.dynatemp_exponent), _COLDEST)
 
 
 def _without_top_choices(
