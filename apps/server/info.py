@@ -149,7 +149,8 @@ class InfoEndpoints:
         }
         meta |= {} if model is None else {"n_ctx": model.context}
         state = self._service.host.state
-        value: str = (
+        own = state.model == local.source
+        value: str = state.status if own and state.status in ("loading", "failed") else "unloaded"
             state.status if state.status in ("loading", "failed") and state.model == local.source else "unloaded"
         )
         if model is not None:

@@ -88,7 +88,7 @@ def heat(row: list[float], order: list[int], config: ReplyOptions) -> float:
     each = [math.exp(x - some[0]) / total for x in some]
     share = max(-sum(p * math.log(p) for p in each) / math.log(len(each)), 0.0)
     low, high = max(0.0, config.temperature - config.dynatemp_range), config.temperature + config.dynatemp_range
-    return max(low + (high - low) * min(share, 1.0) ** config.dynatemp_exponent, 1e-6)
+    return max(low + (high - low) * math.pow(min(share, 1.0), config.dynatemp_exponent), 1e-6)
 
 
 @st.composite
