@@ -151,8 +151,6 @@ class InfoEndpoints:
         state = self._service.host.state
         own = state.model == local.source
         value: str = state.status if own and state.status in ("loading", "failed") else "unloaded"
-            state.status if state.status in ("loading", "failed") and state.model == local.source else "unloaded"
-        )
         if model is not None:
             value = "loaded" if model.in_memory else "sleeping"
         status = {"value": value}
