@@ -183,6 +183,8 @@ class CallReader:
                     marker = marker.replace(text, placeholder)
                 self._markers.append((marker, each))
         self._anywhere = [marker for marker, each in self._markers if each.format.anywhere]
+        self._marked = re.compile("|".join(map(re.escape, self._anywhere))) if self._anywhere else None
+        self._form_of = dict(self._markers)
         self._starts = {marker[0] for marker in self._anywhere}
         self._longest = max(map(len, self._anywhere), default=1) - 1
         self._buffer = ""
@@ -228,10 +230,8 @@ class CallReader:
                     at, form = len(text) - len(start), each
             if form is None and not self._final and any(marker.lstrip().startswith(start) for marker, _ in firsts):
                 return None
-        for marker, each in self._markers:
-            found = text.find(marker, 0, at + len(marker) - 1) if each.format.anywhere else -1
-            if 0 <= found < at:
-                at, form = found, each
+        if form is None and self._marked is not None and (found := self._marked.search(text)) is not None:
+            at, form = found.start(), self._form_of[found.group()]
         if form is not None:
             shown = text[:at].rstrip()
             self._buffer, self._current, self._state = text[at:], form, self._in_head
