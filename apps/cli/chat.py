@@ -53,7 +53,7 @@ def add_chat(commands: Subparsers) -> None:
     parser.add_argument("--mcp", type=Path, metavar="FILE", help=text)
     add_hide_option(parser)
     _add_window_options(parser)
-    parser.advanced("--data", "--models", "--port")
+    parser.advanced("--hide-thinking", "--data", "--models", "--port")
     add_load_options(parser, remote=True)
     add_generation_options(parser, usual={name: f"{value}, or the model's" for name, value in CONVERSATIONAL.items()})
 

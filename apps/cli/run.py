@@ -54,6 +54,7 @@ def add_run(commands: Subparsers) -> None:
     add_generation_options(parser, limit)
     add_json_option(parser)
     add_hide_option(parser)
+    parser.advanced("--hide-thinking")
     parser.add_argument("-v", "--verbose", action="store_true", help="print speed and memory use on stderr at the end")
 
 

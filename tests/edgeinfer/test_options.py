@@ -68,6 +68,7 @@ def test_flags_and_requests_have_the_options_name() -> None:
         "passage": "Hm",
         "parse_special": True,
         "adapter": "terse",
+        "thinking_message": "So.",
         "steering": "story:1.5",
     }
     values |= {"sampling": {"temperature": 0.5, "logit_bias": {"5": 1.0}}}
@@ -142,7 +143,7 @@ def test_what_is_no_prompt_is_refused_with_a_hint(model: edgeinfer.Model) -> Non
         model.chat().send(["Hi"])  # type: ignore[arg-type]
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert model.chat(history=said).messages == said and model.chat(history=said).system == "Be brief."
-    for history in (["Hi"], [{"role": "tool", "content": "x"}], [{"role": "user"}], said[1:] + said[:1]):
+    for history in (["Hi"], [{"role": "robot", "content": "x"}], [{"role": "user"}], said[1:] + said[:1]):
         with pytest.raises(UsageError, match=r"history\["):
             model.chat(history=history)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="two system messages"):

@@ -182,7 +182,7 @@ def test_json_is_the_only_output(model: FakeModel, capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     data = json.loads(out)
     assert data["text"] == "Once upon a time"
-    assert data["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    assert data["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9, "reasoning_tokens": 0}
     assert err == ""
     check_recorded("cli-run-json", data)
 

@@ -310,3 +310,9 @@ def test_no_limit_of_tokens(server: Local) -> None:
     for path, value in (("/v1/messages", -1), ("/v1/chat/completions", -1.5)):
         refused = server.post(path, {"messages": MESSAGES, "max_tokens": value})
         assert refused.status_code == 400 and "out of range" in refused.text
+
+
+def test_the_thought_of_an_unknown_answer_cannot_be_ended(server: Local) -> None:
+    path = "/v1/chat/completions/control"
+    assert server.post(path, {"id": "chatcmpl-1", "action": "reasoning_end"}).status_code == 404
+    assert server.post(path, {"id": "chatcmpl-1", "action": "stop"}).status_code == 400

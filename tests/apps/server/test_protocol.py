@@ -110,7 +110,7 @@ def test_a_body_that_does_not_come_is_not_waited_for_after_the_answer(
 ) -> None:
     monkeypatch.setattr(_Uvicorn, "rest_seconds", SOON)
     with connect(port) as connection:
-        head = b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+        head = b"POST /v1/health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
         connection.sendall(head)
         assert read_all(connection).startswith(b"HTTP/1.1 405")
 

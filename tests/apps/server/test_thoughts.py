@@ -181,6 +181,15 @@ def test_a_conversation_gives_thoughts_to_the_template(thinker: edgeinfer.Model)
     assert whole(thinker, ChatCompletion(body, thinker))["usage"]["prompt_tokens"] == len(known)
 
 
+def test_a_thought_ends_when_its_reader_asks(thinker: edgeinfer.Model) -> None:
+    asked = ChatCompletion({"messages": ASKED, "max_tokens": 20, "ignore_eos": True, "stream": True}, thinker)
+    stream = asked.start(thinker, 0)
+    assert asked.id.startswith("chatcmpl-") and asked.answer_now() == 1
+    result = stream.complete()
+    assert (result.usage.reasoning_tokens, result.thought_end) == (1, "request") and result.text
+    assert asked.answer_now() == 0
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"good": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
