@@ -86,7 +86,7 @@ def test_what_is_allowed_is_seen_and_changed(window: Window) -> None:
     window.call("POST", f"/conversations/{id}/calls/{call['id']}", {"allow": "always"}, status=202)
     end(window, id)
 
-    def permission() -> str:
+    def permission() -> Any:
         (server,) = window.call("GET", "/tools")["servers"]
         return {tool["title"]: tool["permission"] for tool in server["tools"]}["add"]
 

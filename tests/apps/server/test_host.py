@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 import edgeinfer
-from edgeinfer.apps.server.completions import _answer, _drop
+from edgeinfer.apps.server.completions import _drop, make_replies
 from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost, NotReadyError, with_room
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.service import Service
@@ -269,7 +269,7 @@ def test_a_reply_that_reads_learns_that_its_client_has_left_or_its_model_goes(tm
     async def work(host: ModelHost) -> None:
         asked: Any = Reading()
         service = Service(host, Security())
-        answer = asyncio.create_task(_answer(service, asked, _drop, Request({"type": "http"})))
+        answer = asyncio.create_task(make_replies(service, asked, _drop, Request({"type": "http"})))
         assert await asyncio.to_thread(asked.begun.wait, TIME_LIMIT)
         if leaves:
             answer.cancel()
