@@ -64,19 +64,20 @@ def test_results_are_bounded(toys: ToolServers) -> None:
 
 
 def test_a_server_that_hangs_or_dies_is_a_message(tmp_path: Path) -> None:
-    with ToolServers(config(tmp_path, toys=by_stdio(timeout=0.3)), tmp_path / "permissions.json") as servers:
+    path = config(tmp_path, slow=by_stdio(timeout=0.3), toys=by_stdio())
+    with ToolServers(path, tmp_path / "permissions.json") as servers:
         servers.reload()
         servers.wait(TIME_LIMIT)
         tools = servers.tools
         assert servers.call(tools["hang"], "").result(TIME_LIMIT).text == "It did not answer within 0.3 seconds."
-        stopped = servers.call(tools["hang"], "")
+        stopped = servers.call(tools["toys_hang"], "")
         assert stopped.cancel()
-        assert servers.call(tools["die"], "").result(TIME_LIMIT).text == "The server toys has ended."
-        assert "has ended" in servers.call(tools["add"], '{"a": 1, "b": 2}').result(TIME_LIMIT).text
-        assert servers.tools == {}
+        assert servers.call(tools["toys_die"], "").result(TIME_LIMIT).text == "The server toys has ended."
+        assert "has ended" in servers.call(tools["toys_add"], '{"a": 1, "b": 2}').result(TIME_LIMIT).text
+        assert {tool.server for tool in servers.tools.values()} == {"slow"}
         servers.reload()
         servers.wait(TIME_LIMIT)
-        assert servers.call(servers.tools["add"], '{"a": 1, "b": 2}').result(TIME_LIMIT).text == "3"
+        assert servers.call(servers.tools["toys_add"], '{"a": 1, "b": 2}').result(TIME_LIMIT).text == "3"
 
 
 def test_a_server_at_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
