@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import field, replace
 from pathlib import Path
-from typing import IO, Any, Literal, Self, TypeVar
+from typing import IO, Any, Literal, Self, TextIO, TypeVar, cast
 
 from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.core.records import dataclass
@@ -311,7 +311,7 @@ def _client(config: ServerConfig, log: IO[str]) -> Any:
         parameters = mcp.StdioServerParameters(
             command=config.command, args=list(config.args), env=dict(config.env), cwd=config.cwd
         )
-        transport: Any = mcp.stdio_client(parameters, errlog=log)
+        transport: Any = mcp.stdio_client(parameters, errlog=cast(TextIO, log))
     elif config.kind == "sse":
         transport = sse_client(config.url, headers=dict(config.headers))
     else:

@@ -15,7 +15,7 @@ from tests import cli
 from tests.devices import STANDIN, install
 from tests.tables import each_row
 
-LOADING = ("run", "chat", "serve", "tune", "plan", "bench spec", "bench speed", "bench curve", "bench memory chat")
+LOADING = ("run", "chat", "serve", "tune", "plan", "bench spec", "bench speed", "bench curve")
 
 
 def test_the_table_lists_every_device(capsys: pytest.CaptureFixture[str]) -> None:
