@@ -85,7 +85,7 @@ BROKEN: dict[str, Callable[[dict[str, Any], bytes], bytes]] = {
     "an entry that is none": lambda header, rest: framed(header | {"weight": 7}, rest),
     "a negative shape": lambda header, rest: framed(header | {"weight": header["weight"] | {"shape": [-2, -64]}}, rest),
     "a true shape": lambda header, rest: framed(header | {"weight": header["weight"] | {"shape": [True, 64]}}, rest),
-    "another shape": lambda header, rest: framed(header | {"weight": header["weight"] | {"shape": [3, 64]}}, rest),
+    "another shape": lambda header, rest: framed(header | {"weight": header["weight"] | {"shape": [4, 64]}}, rest),
     "an overlap": lambda header, rest: framed(
         header | {"weight": header["weight"] | {"data_offsets": header["bias"]["data_offsets"]}}, rest
     ),

@@ -214,7 +214,10 @@ def test_several_replies_and_searches_share_passes_with_others(
             with held(server.host):
                 asked = [asyncio.create_task(ask(client, 3, stream, sampled)) for stream in (False, True)]
                 asked += [asyncio.create_task(ask(client, 1, place % 2 == 0, way)) for place, way in enumerate(ways)]
-                await asyncio.to_thread(wait_until, lambda: server.host.running + server.host.waiting == 13, "13 asked")
+                all_asked = 2 * 3 + len(ways)
+                await asyncio.to_thread(
+                    wait_until, lambda: server.host.running + server.host.waiting == all_asked, "all asked"
+                )
             return await asyncio.gather(*asked)
 
     assert asyncio.run(run()) == [several, several, *expected]
