@@ -159,8 +159,7 @@ class Fields:
     def checked(self, name: str, to: str, value: Any) -> dict[str, Any]:
         """A value as the option `to` of ReplyOptions, checked."""
         try:
-            if to != "method_options":  # which only the methods know that the whole request chooses
-                ReplyOptions.of(**_companion(to, value), **{to: value})
+            ReplyOptions.of(**_companion(to, value), **{to: value})
         except UsageError as error:
             raise RequestError(error.message, error.hint, param=self._where + name) from error
         return {to: value}

@@ -100,8 +100,6 @@ class ChatPrompt:
                 fitting=True,
                 parse_special=ReplyOptions.of(**self.options).parses_content,
             )
-        if self.options.get("method_options"):
-            return replace(self, messages=messages, tokens=PromptTokens(ids, model))
         return replace(self, messages=(), variables=None, tokens=PromptTokens(ids, model))
 
     def start(
